@@ -78,11 +78,10 @@ std::vector<std::string> AllMethods() {
 
 // What a server itself says that it serves.
 std::set<std::string> ServicesOf(const std::shared_ptr<grpc::Channel>& channel, const std::string& token) {
-  std::string answer;
-  const grpc::Status status =
-      CallRaw(channel, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "\x3a\x01*",  // list_services
-              &answer, token);
-  EXPECT_TRUE(status.ok()) << status.error_message();
+  const RawReply reply =
+      CallRaw(channel, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", {"\x3a\x01*"},  // list_services
+              Bearer(token));
+  EXPECT_TRUE(reply.status.ok()) << reply.status.error_message();
   std::set<std::string> names;
   // Its classes are linked, though the distribution does not package their headers.
   using google::protobuf::Message;
@@ -90,7 +89,7 @@ std::set<std::string> ServicesOf(const std::shared_ptr<grpc::Channel>& channel, 
       google::protobuf::DescriptorPool::generated_pool()->FindMessageTypeByName("grpc.reflection.v1alpha.ServerReflectionResponse");
   if (type == nullptr) return names;
   const std::unique_ptr<Message> response(google::protobuf::MessageFactory::generated_factory()->GetPrototype(type)->New());
-  EXPECT_TRUE(response->ParseFromString(answer));
+  EXPECT_TRUE(response->ParseFromString(reply.answer));
   const Message& list = response->GetReflection()->GetMessage(*response, type->FindFieldByName("list_services_response"));
   const auto* const services = list.GetDescriptor()->FindFieldByName("service");
   for (int i = 0; i < list.GetReflection()->FieldSize(list, services); ++i) {
@@ -190,47 +189,32 @@ struct Actor {
   std::shared_ptr<grpc::Channel> channel;
   std::string token;
 
-  void Authorize(grpc::ClientContext* context) const { context->AddMetadata("authorization", "Bearer " + TokenText(token)); }
-  template <typename Stub, typename Request, typename Response>
-  grpc::Status Call(grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*), const Request& request,
-                    Response* response = nullptr) const {
-    grpc::ClientContext context;
-    Authorize(&context);
-    Response ignored;
-    return (Stub(channel).*method)(&context, request, response == nullptr ? &ignored : response);
+  // A call of any kind whose only message is `request`.
+  grpc::Status Call(const std::string& method, const google::protobuf::Message& request,
+                    google::protobuf::Message* response = nullptr) const {
+    const RawReply reply = CallRaw(channel, "/headwater.v1." + method, {request.SerializeAsString()}, Bearer(TokenText(token)));
+    if (response != nullptr) {
+      EXPECT_TRUE(response->ParseFromString(reply.answer));
+    }
+    return reply.status;
   }
-  // A call whose only message is `request`.
-  template <typename Stub, typename Request, typename Response>
-  grpc::Status Stream(std::unique_ptr<grpc::ClientReaderWriter<Request, Response>> (Stub::*method)(grpc::ClientContext*),
-                      const Request& request) const {
-    grpc::ClientContext context;
-    Authorize(&context);
-    Stub stub(channel);
-    const auto stream = (stub.*method)(&context);
-    stream->Write(request);
-    stream->WritesDone();
-    return EndOf(*stream);
+  template <typename Request>
+  grpc::Status CallOn(const std::string& rpc, const std::string& name, google::protobuf::Message* response = nullptr) const {
+    Request request;
+    request.set_name(name);
+    return Call("HeadService/" + rpc, request, response);
   }
   grpc::Status Create(const std::string& name) const {
     v1::CreateHeadRequest request;
     request.set_name(name);
     *request.mutable_spec() = SmallSpec();
-    return Call(&Heads::CreateHead, request);
-  }
-  template <typename Request>
-  static Request Named(const std::string& name) {
-    Request request;
-    request.set_name(name);
-    return request;
+    return Call("HeadService/CreateHead", request);
   }
   grpc::Status Get(const std::string& name, v1::Head* head = nullptr) const {
-    return Call(&Heads::GetHead, Named<v1::GetHeadRequest>(name), head);
+    return CallOn<v1::GetHeadRequest>("GetHead", name, head);
   }
-  grpc::Status Take(const std::string& name) const { return Call(&Heads::TakeHead, Named<v1::TakeHeadRequest>(name)); }
-  grpc::Status Delete(const std::string& name) const { return Call(&Heads::DeleteHead, Named<v1::DeleteHeadRequest>(name)); }
-  grpc::Status ListPage(const v1::ListHeadsRequest& request, v1::ListHeadsResponse* response = nullptr) const {
-    return Call(&Heads::ListHeads, request, response);
-  }
+  grpc::Status Take(const std::string& name) const { return CallOn<v1::TakeHeadRequest>("TakeHead", name); }
+  grpc::Status Delete(const std::string& name) const { return CallOn<v1::DeleteHeadRequest>("DeleteHead", name); }
   // The heads of the token's tenant.
   std::vector<std::string> List(int page_size = 0) const {
     std::vector<std::string> names;
@@ -238,7 +222,7 @@ struct Actor {
     request.set_page_size(page_size);
     do {
       v1::ListHeadsResponse response;
-      const grpc::Status status = ListPage(request, &response);
+      const grpc::Status status = Call("HeadService/ListHeads", request, &response);
       EXPECT_TRUE(status.ok()) << status.error_message();
       for (const v1::Head& head : response.heads()) names.push_back(head.name());
       request.set_page_token(response.next_page_token());
@@ -250,18 +234,14 @@ struct Actor {
     v1::UploadWeightsRequest request;
     *request.mutable_header() = UploadHeader(head, "u");
     if (closes_step) request.mutable_header()->set_closes_step(0);
-    return Stream(&Heads::UploadWeights, request);
+    return Call("HeadService/UploadWeights", request);
   }
   grpc::Status Compute(const v1::MicroBatchHeader& micro_batch) const {
     v1::ComputeLossRequest request;
     *request.mutable_header() = micro_batch;
-    return Stream(&Loss::ComputeLoss, request);
+    return Call("LossService/ComputeLoss", request);
   }
   grpc::Status StreamTeacher(const std::string& tenant) const {
-    grpc::ClientContext context;
-    Authorize(&context);
-    v1::StreamTeacherResponse response;
-    const auto writer = v1::LossService::NewStub(channel)->StreamTeacher(&context, &response);
     v1::StreamTeacherRequest request;
     v1::StreamTeacherHeader* const header = request.mutable_header();
     header->set_tenant(tenant);
@@ -269,9 +249,7 @@ struct Actor {
     header->set_total_row_count(1);
     header->set_hidden_size(4);
     header->set_data_type(v1::DATA_TYPE_FLOAT32);
-    writer->Write(request);
-    writer->WritesDone();
-    return writer->Finish();
+    return Call("LossService/StreamTeacher", request);
   }
 };
 
@@ -301,7 +279,7 @@ TEST(Tenants, AreAsIfTheOthersWereNotThere) {
   EXPECT_EQ(ReasonOf(theirs.StreamTeacher("tenants/team")), "PROTOCOL_VIOLATION");  // its rows are missing
   v1::ListHeadsRequest list;
   list.set_parent("tenants/default");
-  const grpc::Status refused = theirs.ListPage(list);
+  const grpc::Status refused = theirs.Call("HeadService/ListHeads", list);
   EXPECT_EQ(ReasonOf(refused), "PERMISSION_DENIED");
   EXPECT_THAT(refused.error_message(), ::testing::HasSubstr("expected the token's tenant, tenants/team, got another"));
   EXPECT_EQ(theirs.List(), std::vector<std::string>{"tenants/team/heads/theirs"});
@@ -369,12 +347,12 @@ TEST(Rotation, TokensAreReadAgainAndABadFileChangesNothing) {
   const auto known = [&](const std::string& token) { return ok(token) != StatusCode::UNAUTHENTICATED; };
   EXPECT_TRUE(known("old"));
   EXPECT_FALSE(known("new"));
-  WriteFile(server.token_path(), TokenFileText({TokenEntry("new", R"("compute": ["*"])")}));
+  ReplaceFile(server.token_path(), TokenFileText({TokenEntry("new", R"("compute": ["*"])")}));
   EXPECT_TRUE(Await([&] { return known("new"); }));
   EXPECT_FALSE(known("old"));
-  WriteFile(server.token_path(), "{\"tokens\": [");
+  ReplaceFile(server.token_path(), "{\"tokens\": [");
   EXPECT_TRUE(known("new"));
-  WriteFile(server.token_path(), TokenFileText({TokenEntry("newest", "")}));
+  ReplaceFile(server.token_path(), TokenFileText({TokenEntry("newest", "")}));
   EXPECT_TRUE(Await([&] { return known("newest"); }));
   EXPECT_FALSE(known("new"));
 }
@@ -398,7 +376,7 @@ TEST(Rotation, AStreamWhoseTokenIsWithdrawnEnds) {
     if (entry.find("\"computes\"") == std::string::npos) others.push_back(entry);
   }
   ASSERT_EQ(others.size() + 1, kTokens.size());
-  WriteFile(server.token_path(), TokenFileText(others));
+  ReplaceFile(server.token_path(), TokenFileText(others));
   const grpc::Status ended = EndOf(*stream);
   EXPECT_EQ(ended.error_code(), grpc::StatusCode::UNAUTHENTICATED);
   EXPECT_THAT(ended.error_message(), HasSubstr("one that it does not know"));
@@ -426,9 +404,9 @@ TEST(Rotation, CertificatesAreReadAgain) {
   EXPECT_EQ(headwater::testing::Health(before, ""), 1);
   EXPECT_FALSE(get(new_servers.certificate(), new_client));
   const Credentials fresh = new_servers.Issue("server");
-  WriteFile(server.key_path(), fresh.key);
-  WriteFile(server.certificate_path(), fresh.certificate);
-  WriteFile(server.client_ca_path(), new_clients.certificate());
+  ReplaceFile(server.key_path(), fresh.key);
+  ReplaceFile(server.certificate_path(), fresh.certificate);
+  ReplaceFile(server.client_ca_path(), new_clients.certificate());
   EXPECT_TRUE(Await([&] { return get(new_servers.certificate(), new_client); }));
   EXPECT_EQ(headwater::testing::Health(before, ""), 1);  // a connection that was made stays
   EXPECT_FALSE(get(server.server_authority().certificate(), server.client_authority().Issue("client")));
@@ -437,8 +415,8 @@ TEST(Rotation, CertificatesAreReadAgain) {
 // The version that a client with a good certificate and the port agree on, if the client knows those from 1.0 to `most`.
 std::string Negotiate(const SecuredServer& server, int most) {
   const Credentials client = server.client_authority().Issue("client");
-  WriteFile(server.token_path() + ".crt", client.certificate);
-  WriteFile(server.token_path() + ".key", client.key);
+  ReplaceFile(server.token_path() + ".crt", client.certificate);
+  ReplaceFile(server.token_path() + ".key", client.key);
   const std::string address = server.address("data");
   SSL_CTX* const context = SSL_CTX_new(TLS_client_method());
   SSL_CTX_set_security_level(context, 0);

@@ -1,35 +1,49 @@
-// ComputeLoss through the wire: what comes back in which form. tests/e2e/python/losses has the numbers.
+// ComputeLoss and what follows on it, through the wire: what comes back in which form, figures, limits, and what is refused at its
+// header. tests/e2e/python/losses has the numbers, transactions/ what calls leave behind.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <functional>
+#include <limits>
+#include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/wire_server.h"
+#include "tests/unit/run_threads.h"
 
 namespace headwater::testing {
 namespace {
 
 using ::testing::ElementsAre;
-using ::testing::FloatNear;
-using ::testing::IsSupersetOf;
-using ::testing::Pointwise;
 
-class ComputeLoss : public ::testing::TestWithParam<int> {
- protected:
-  static ServerSetup MakeSetup() {
-    ServerSetup setup;
-    setup.engine.shard_count = GetParam();
-    return setup;
-  }
-  WireServer server_{MakeSetup()};
-};
+constexpr int64_t kColumns = 5;  // of SmallSpec()
+// Three rows of five fp32 elements, and their targets.
+constexpr int64_t kHeldBytes = 3 * kColumns * 4 + 3 * 4;
 
-INSTANTIATE_TEST_SUITE_P(Shards, ComputeLoss, ::testing::Values(1, 3));
+std::string Rows(uint32_t seed = 5, size_t count = 3) { return Bytes(Random(count * kColumns, seed, 1)); }
 
-TEST_P(ComputeLoss, TheSummarySaysWhatWasComputed) {
-  const TestHead head = server_.MakeHead("student", SmallSpec());
-  const TestHead teacher = server_.MakeHead("teacher", FrozenSpec(13, 4), 7);
+v1::HeadSpec WithoutSlots() {
+  v1::HeadSpec spec = SmallSpec();
+  spec.set_staging_slots(0);
+  return spec;
+}
+
+// EXPLICIT, over three rows.
+v1::MicroBatchHeader ExplicitHeader(const TestHead& head, int64_t micro_batch) {
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, micro_batch, {1, 2, 3});
+  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  return header;
+}
+
+TEST(ComputeLoss, TheSummarySaysWhatWasComputed) {
+  WireServer server;
+  const TestHead head = server.MakeHead("student", SmallSpec());
+  const TestHead teacher = server.MakeHead("teacher", FrozenSpec(13, 4), 7);
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 4, {3, -100, 12});
   v1::LossTerm* const soft = header.add_terms();
   *soft = header.terms(0);
@@ -39,8 +53,7 @@ TEST_P(ComputeLoss, TheSummarySaysWhatWasComputed) {
   for (const auto output : {v1::TOKEN_OUTPUT_LOSS, v1::TOKEN_OUTPUT_LSE, v1::TOKEN_OUTPUT_ARGMAX, v1::TOKEN_OUTPUT_LSE}) {
     header.add_outputs(output);
   }
-  const LossReply reply =
-      server_.MustCompute(header, Bytes(Random(15, 5, 1)), "", {.teacher_rows = {{1, Bytes(Random(12, 6, 1))}}});
+  const LossReply reply = server.MustCompute(header, Rows(), "", {.teacher_rows = {{1, Bytes(Random(12, 6, 1))}}});
   ASSERT_EQ(reply.summary.terms_size(), 2);
   for (const v1::LossTermResult& result : reply.summary.terms()) {
     EXPECT_EQ(result.sums().valid_token_count(), 2);
@@ -62,103 +75,231 @@ TEST_P(ComputeLoss, TheSummarySaysWhatWasComputed) {
   EXPECT_FALSE(reply.summary.replayed());
 }
 
-// A factor at commit multiplies all three; factors by row would not, and are refused.
-TEST_P(ComputeLoss, HeldFactorsTakeAFactorAndNoTokenFactors) {
-  v1::HeadSpec spec = SmallSpec();
-  spec.set_staging_slots(0);
-  const TestHead direct = server_.MakeHead("direct", spec);
-  const TestHead held = server_.MakeHead("held", spec);
-  const std::string rows = Bytes(Random(15, 5, 1));
-  const auto header_of = [&](const TestHead& head, float factor) {
-    v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
-    v1::LossTerm* const term = header.mutable_terms(0);
-    *term->mutable_token_weights() = FloatTensor({factor, factor, factor});
-    *term->mutable_entropy_factors() = FloatTensor({0, 2 * factor, -factor});
-    return header;
-  };
-  Require(server_.Compute(header_of(direct, 0.5F), rows).status, "ComputeLoss");
-  v1::MicroBatchHeader header = header_of(held, 1);
-  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-  header.set_allow_held(true);
-  const LossReply reply = server_.MustCompute(header, rows);
-  EXPECT_EQ(reply.summary.form(), v1::CONTRIBUTION_FORM_HELD);
-  v1::CommitMicroBatchRequest commit;
-  *commit.add_heads() = server_.At(held, 0);
-  commit.set_micro_batch(0);
-  *commit.mutable_token_factors() = FloatTensor({1, 2, 3});
-  EXPECT_EQ(ReasonOf(server_.Commit(commit)), "INVALID_COMBINATION");
-  Require(server_.Commit(held, 0, 0, 0.5), "CommitMicroBatch");
-  EXPECT_THAT(Floats(server_.Gradient(held)), Pointwise(FloatNear(1e-6F), Floats(server_.Gradient(direct))));
+TEST(ComputeLoss, AMicroBatchWithoutRowsIsCounted) {
+  WireServer server;
+  const TestHead head = server.MakeHead("empty", SmallSpec());
+  const LossReply reply = server.MustCompute(CrossEntropyHeader(head, 0, 6, {}), "");
+  EXPECT_EQ(reply.summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
+  EXPECT_EQ(server.Steps(head).open().micro_batches(0).micro_batch(), 6);
+  EXPECT_EQ(Floats(server.Gradient(head)), std::vector<float>(65, 0.0F));
 }
 
-TEST_P(ComputeLoss, ChunkingAndOrderOfArrivalChangeNothing) {
-  const std::vector<int32_t> targets = {3, 1, 9, 0, 12, 4, 7};
-  const std::string rows = Bytes(Random(targets.size() * 5, 5, 1));
-  std::string first_gradient;
-  std::string first_grad_hidden;
-  std::string first_digest;
-  for (const SendOptions& send :
-       {SendOptions{.chunk_rows = 7}, SendOptions{.chunk_rows = 1}, SendOptions{.chunk_rows = 2, .reversed = true}}) {
-    const TestHead head = server_.MakeHead("chunks" + std::to_string(send.chunk_rows), SmallSpec());
-    v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, targets);
-    const LossReply reply = server_.MustCompute(header, rows, "", send);
-    if (first_gradient.empty()) {
-      first_gradient = server_.Gradient(head);
-      first_grad_hidden = reply.grad_hidden;
-    }
-    EXPECT_EQ(server_.Gradient(head), first_gradient);
-    EXPECT_EQ(reply.grad_hidden, first_grad_hidden);
-    // The same micro-batch again, in other chunks, is the same micro-batch.
-    const LossReply replay = server_.Compute(header, rows, "", {.chunk_rows = 3});
-    EXPECT_TRUE(replay.summary.replayed());
-    EXPECT_EQ(replay.summary.digest(), reply.summary.digest());
-    EXPECT_EQ(replay.grad_hidden, first_grad_hidden);
-    EXPECT_EQ(server_.Gradient(head), first_gradient);
+TEST(ComputeLoss, GradHiddenComesInAscendingChunksWithinTheLimitOrNotAtAll) {
+  ServerSetup setup;
+  setup.options.limits.max_hidden_size = 64;
+  setup.options.limits.max_chunk_bytes = 256;  // 12 rows of 5 fp32
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("chunked", SmallSpec());
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, std::vector<int32_t>(30, 1));
+  const LossReply reply = server.MustCompute(header, Rows(5, 30));
+  EXPECT_THAT(reply.chunk_starts, ElementsAre(0, 12, 24));
+  EXPECT_EQ(reply.grad_hidden.size(), 600U);
+  const std::string gradient = server.Gradient(head);
+  header.set_micro_batch(1);
+  header.set_return_grad_hidden(false);
+  EXPECT_TRUE(server.MustCompute(header, Rows(5, 30)).grad_hidden.empty());
+  EXPECT_NE(server.Gradient(head), gradient);
+}
+
+TEST(Limits, OutputsOfAllTermsTravelInOneMessage) {
+  ServerSetup setup;
+  setup.options.limits.max_chunk_bytes = 1 << 12;
+  setup.options.limits.max_hidden_size = 64;
+  setup.options.limits.max_micro_batch_rows = 1 << 12;
+  setup.options.limits.max_message_bytes = (1 << 12) * 7 * 4 + (64 << 10);
+  WireServer server(setup);
+  const std::vector<int32_t> targets(1 << 12, 1);
+  v1::MicroBatchHeader header = CrossEntropyHeader(server.MakeHead("h", SmallSpec()), 0, 0, targets);
+  *header.add_terms() = CrossEntropyHeader(server.MakeHead("other", SmallSpec()), 0, 0, targets).terms(0);
+  for (int output = v1::TOKEN_OUTPUT_LOSS; v1::TokenOutput_IsValid(output); ++output) {
+    header.add_outputs(static_cast<v1::TokenOutput>(output));
+  }
+  const WireError error = DecodeError(server.Compute(header, Rows(1, 1 << 12)).status);
+  EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
+  EXPECT_EQ(error.at("limit"), "max_message_bytes");
+  EXPECT_EQ(error.at("field"), "header.outputs");
+}
+
+TEST(Limits, OfABatchsBytesHoldForAddGradient) {
+  WireServer server(WithLimit(&service::Limits::max_micro_batch_bytes, 60));
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  v1::AddGradientHeader header;
+  *header.mutable_head() = server.At(head, 0);
+  header.set_micro_batch(0);
+  header.set_row_count(3);
+  EXPECT_EQ(ReasonOf(server.AddGradient(header, Random(15, 9, 1))), "OK");  // at the limit
+  const std::string before = server.Snapshot(head);
+  header.set_micro_batch(1);
+  header.set_row_count(4);
+  const WireError error = DecodeError(server.AddGradient(header, Random(20, 9, 1)));
+  EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
+  EXPECT_EQ(error.at("limit"), "max_micro_batch_bytes");
+  EXPECT_EQ(server.Snapshot(head), before);
+  EXPECT_EQ(server.MetricLine("headwater_in_flight_bytes"), "headwater_in_flight_bytes 0");
+}
+
+// ---- steps -----------------------------------------------------------------------------------------------------------
+
+// As trainers' options have it.
+TEST(Apply, ZeroAndInfinityClipNothing) {
+  WireServer server;
+  v1::ApplyOptimizerStepRequest request;
+  request.mutable_expected()->set_count(1);
+  request.set_learning_rate(0.01);
+  v1::ApplyOptimizerStepResponse response;
+  const auto apply = [&](const std::string& id) {
+    const TestHead head = server.MakeHead(id, SmallSpec());
+    Require(server.Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows()).status, "ComputeLoss");
+    *request.mutable_head() = server.At(head, 0);
+    Require(server.Apply(request, &response), "ApplyOptimizerStep");
+    return server.Weights(head);
+  };
+  const std::string unclipped = apply("unclipped");
+  for (const double none : {0.0, std::numeric_limits<double>::infinity()}) {
+    request.set_max_grad_norm(none);
+    EXPECT_EQ(apply(absl::StrCat("h", none)), unclipped);
+    EXPECT_EQ(response.clip_factor(), 1);
+    EXPECT_GT(response.global_grad_norm(), 0);
+    request.clear_max_grad_norm();  // the same arguments
+    ASSERT_EQ(ReasonOf(server.Apply(request, &response)), "OK");
+    EXPECT_TRUE(response.replayed());
   }
 }
 
-TEST_P(ComputeLoss, AMicroBatchWithoutRowsIsCounted) {
-  const TestHead head = server_.MakeHead("empty", SmallSpec());
-  const LossReply reply = server_.MustCompute(CrossEntropyHeader(head, 0, 6, {}), "");
-  EXPECT_EQ(reply.summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
-  EXPECT_EQ(server_.Steps(head).open().micro_batches(0).micro_batch(), 6);
-  EXPECT_EQ(Floats(server_.Gradient(head)), std::vector<float>(65, 0.0F));
+TEST(Waiting, ForAStepIsNoIdleTimeOfItsClient) {
+  ServerSetup setup;
+  setup.options.limits.max_step_wait = absl::Milliseconds(300);
+  setup.options.stream_idle_timeout = absl::Milliseconds(100);
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  EXPECT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(head, 1, 0, {1, 2, 3}), Rows()).status), "STEP_MISMATCH");
 }
 
-TEST_P(ComputeLoss, GradHiddenIsLeftOutOnRequest) {
-  const TestHead head = server_.MakeHead("frozen-hidden", SmallSpec());
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, 2, 3});
-  header.set_return_grad_hidden(false);
-  const LossReply reply = server_.MustCompute(header, Bytes(Random(15, 5, 1)));
-  EXPECT_TRUE(reply.grad_hidden.empty());
-  EXPECT_NE(Floats(server_.Gradient(head)), std::vector<float>(65, 0.0F));
+// The gradient's bits do not depend on who comes when, nor on a restart.
+TEST(Deterministic, OrderTrainersAndRestartsDoNotShow) {
+  constexpr int64_t kMicroBatches = 5;
+  ServerSetup setup;
+  setup.engine.shard_count = 3;
+  setup.engine.deterministic = setup.options.deterministic = true;
+  setup.options.limits.ordered_window = kMicroBatches;
+  auto server = std::make_unique<WireServer>(setup);
+  // Even ids EAGER, odd ones EXPLICIT with a factor.
+  const auto add = [&](const TestHead& head, int64_t step, int64_t id) {
+    const bool is_explicit = id % 2 == 1;
+    v1::MicroBatchHeader header = CrossEntropyHeader(head, step, id, {1, 2, 3});
+    if (is_explicit) header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+    const LossReply reply = server->MustCompute(header, Rows(static_cast<uint32_t>(100 * step + id)));
+    EXPECT_EQ(reply.summary.form(), v1::CONTRIBUTION_FORM_HELD);
+    EXPECT_EQ(reply.summary.state(), is_explicit ? v1::CONTRIBUTION_STATE_STAGED : v1::CONTRIBUTION_STATE_COMMITTED);
+    if (is_explicit) Require(server->Commit(head, step, id, 0.7), "CommitMicroBatch");
+  };
+  const auto train = [&](const std::string& id, const std::function<void(const TestHead&, int64_t)>& step) {
+    const TestHead head = server->MakeHead(id, SmallSpec());
+    for (int64_t i = 0; i < 2; ++i) {
+      step(head, i);
+      v1::ApplyOptimizerStepRequest apply;
+      *apply.mutable_head() = server->At(head, i);
+      apply.mutable_expected()->set_count(kMicroBatches);
+      apply.set_learning_rate(0.01);
+      Require(server->Apply(apply), "ApplyOptimizerStep");
+    }
+    return server->Weights(head);
+  };
+  const auto in_order = [&](const std::vector<int64_t>& order) {
+    return [&add, order](const TestHead& head, int64_t step) {
+      for (const int64_t id : order) add(head, step, id);
+    };
+  };
+  const std::string expected = train("ordered", in_order({0, 1, 2, 3, 4}));
+  EXPECT_EQ(train("reversed", in_order({4, 3, 2, 1, 0})), expected);
+  server.reset();
+  server = std::make_unique<WireServer>(setup);
+  EXPECT_EQ(train("mixed", in_order({2, 0, 4, 1, 3})), expected);
+  const auto by_three = [&](const TestHead& head, int64_t step) {
+    RunThreads(3, [&](int64_t rank) {
+      for (int64_t id = rank; id < kMicroBatches; id += 3) add(head, step, id);
+    });
+  };
+  EXPECT_EQ(train("threads", by_three), expected);
+  // What waits for its predecessors is counted, and gives its room back.
+  const TestHead head = server->MakeHead("waits", SmallSpec());
+  add(head, 0, 2);
+  EXPECT_TRUE(server->AwaitMetric("headwater_waiting_contributions", 1));
+  add(head, 0, 0);
+  Require(server->Discard(head, 0, 1), "DiscardMicroBatch");
+  EXPECT_TRUE(server->AwaitMetric("headwater_waiting_contributions", 0));
+  EXPECT_TRUE(server->AwaitMetric("headwater_held_bytes", 0));
 }
 
-TEST_P(ComputeLoss, GradHiddenComesInAscendingChunksWithinTheLimit) {
-  ServerSetup setup = MakeSetup();
-  setup.options.limits.max_hidden_size = 64;
-  setup.options.limits.max_chunk_bytes = 256;  // 12 rows of 5 fp32
-  WireServer small(setup);
-  const TestHead head = small.MakeHead("chunked", SmallSpec());
-  const LossReply reply = small.Compute(CrossEntropyHeader(head, 0, 0, std::vector<int32_t>(30, 1)), Bytes(Random(150, 5, 1)));
-  ASSERT_EQ(ReasonOf(reply.status), "OK") << reply.status.error_message();
-  EXPECT_THAT(reply.chunk_starts, ElementsAre(0, 12, 24));
-  EXPECT_EQ(reply.grad_hidden.size(), 600U);
+// ---- what is held ----------------------------------------------------------------------------------------------------
+
+TEST(Held, BytesCountClassWeightsToo) {
+  constexpr int64_t kVocab = 13;
+  for (const int64_t missing : {1, 0}) {
+    WireServer server(WithLimit(&service::Limits::max_held_bytes, kHeldBytes + kVocab * 4 - missing));
+    v1::MicroBatchHeader header = ExplicitHeader(server.MakeHead("h", WithoutSlots()), 0);
+    header.set_allow_held(true);
+    *header.mutable_terms(0)->mutable_cross_entropy()->mutable_class_weights() = FloatTensor(std::vector<float>(kVocab, 0.5F));
+    EXPECT_EQ(ReasonOf(server.Compute(header, Rows()).status), missing == 0 ? "OK" : "LIMIT_EXCEEDED");
+  }
 }
 
-TEST_P(ComputeLoss, ServerInfoTellsWhatItIs) {
-  v1::ServerInfo info;
-  Require(server_.Call(&Sessions::GetServerInfo, {}, &info), "GetServerInfo");
-  EXPECT_EQ(info.engine(), "cpu");
-  EXPECT_EQ(info.incarnation().size(), 16U);
-  EXPECT_EQ(info.limits().max_stripe_wait_s(), 10);
-  EXPECT_GE(info.devices_size(), 1);
-  EXPECT_GT(info.devices(0).memory_budget_bytes(), 0);
-  const std::vector<std::string> features(info.features().begin(), info.features().end());
-  EXPECT_THAT(features,
-              IsSupersetOf({"cross_entropy", "jensen_shannon", "explicit_commit", "staged", "sessions", "attempts", "held",
-                            "token_factors", "several_terms", "add_gradient", "closes_step", "take_head", "wait", "attach",
-                            "tenants", "temperature", "token_scaling", "entropy_factors", "gradient_resolution"}));
+// Nobody sends rows in vain, again and again, of what no commit of another makes room for.
+TEST(Held, WhatCanNeverBeHeldIsRefusedAtItsHeader) {
+  for (const int64_t most : {int64_t{0}, kHeldBytes - 1}) {
+    WireServer server(WithLimit(&service::Limits::max_held_bytes, most));
+    const TestHead head = server.MakeHead("h", SmallSpec());  // one slot
+    const TestHead without = server.MakeHead("without", WithoutSlots());
+    v1::MicroBatchHeader late = ExplicitHeader(head, 0);
+    late.set_late_token_factors(true);
+    v1::MicroBatchHeader no_slot = ExplicitHeader(without, 0);
+    no_slot.set_allow_held(true);
+    for (const v1::MicroBatchHeader& header : {late, no_slot}) {
+      OpenStream stream(server.loss(), header);  // no row is sent
+      const WireError error = DecodeError(stream.End());
+      EXPECT_EQ(error.code, grpc::StatusCode::INVALID_ARGUMENT);
+      EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
+      EXPECT_EQ(error.at("field"), "header.row_count");
+      EXPECT_EQ(error.at("limit"), "max_held_bytes");
+      EXPECT_EQ(error.at("maximum"), absl::StrCat(most));
+      EXPECT_EQ(error.at("actual"), absl::StrCat(kHeldBytes));
+      EXPECT_FALSE(error.retry_ms.has_value());
+    }
+    // What a slot does for may be tried again when that is free, and what is added at once needs no room.
+    v1::MicroBatchHeader may_be_held = ExplicitHeader(head, 0);
+    may_be_held.set_allow_held(true);
+    Require(server.Compute(may_be_held, Rows(5)).status, "staged");
+    may_be_held.set_micro_batch(1);
+    EXPECT_EQ(ReasonOf(server.Compute(may_be_held, Rows(6)).status), "STAGING_FULL");
+    Require(server.Commit(head, 0, 0, 1), "CommitMicroBatch");
+    EXPECT_EQ(ReasonOf(server.Compute(may_be_held, Rows(6)).status), "OK");
+    v1::MicroBatchHeader eager = CrossEntropyHeader(without, 0, 1, {1, 2, 3});
+    eager.set_non_finite_policy(v1::NON_FINITE_POLICY_REFUSE);
+    eager.set_allow_held(true);
+    EXPECT_EQ(ReasonOf(server.Compute(eager, Rows(7)).status), "OK");
+  }
+}
+
+TEST(Held, TheirCommitIsTimeInWhichTheEngineIsBusy) {
+  WireServer server;
+  const TestHead head = server.MakeHead("h", WithoutSlots());
+  v1::MicroBatchHeader header = ExplicitHeader(head, 0);
+  header.set_allow_held(true);
+  Require(server.Compute(header, Rows()).status, "held");
+  const auto busy_seconds = [&] {
+    const std::string name = "headwater_compute_busy_seconds_total";
+    return std::stod(server.MetricLine(name).substr(name.size()));
+  };
+  const double before = busy_seconds();
+  server.gate().Close();
+  std::thread committer([&] { EXPECT_EQ(ReasonOf(server.Commit(head, 0, 0, 1)), "OK"); });
+  server.gate().AwaitWaiting();
+  EXPECT_TRUE(Await([&] { return busy_seconds() > before + 0.02; }));
+  server.gate().Open();
+  committer.join();
+  const double after = busy_seconds();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(busy_seconds(), after);
 }
 
 }  // namespace

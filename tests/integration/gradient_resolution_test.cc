@@ -23,7 +23,7 @@ struct Trace {
   bool operator==(const Trace& other) const { return gradient == other.gradient && grad_hidden == other.grad_hidden; }
 };
 
-class GradientResolution : public ::testing::TestWithParam<int> {
+class GradientResolution : public ::testing::Test {
  protected:
   using Change = std::function<void(v1::MicroBatchHeader*)>;
   using Commit = std::function<void(WireServer*, const TestHead&)>;
@@ -32,9 +32,7 @@ class GradientResolution : public ::testing::TestWithParam<int> {
 
   // One micro-batch on a server of its own, as after a restart.
   static Trace Run(const std::string& name, int32_t slots, const Change& change, const Commit& commit = nullptr, int64_t step = 0) {
-    ServerSetup setup;
-    setup.engine.shard_count = GetParam();
-    WireServer server(setup);
+    WireServer server;
     v1::HeadSpec spec = SmallSpec(kVocabSize, kHiddenSize);
     spec.set_staging_slots(slots);
     const TestHead head = server.MakeHead(name, spec);
@@ -49,9 +47,7 @@ class GradientResolution : public ::testing::TestWithParam<int> {
   static Trace Direct(const Change& change = [](auto*) {}) { return Run("h", 1, change); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Shards, GradientResolution, ::testing::Values(1, 3));
-
-TEST_P(GradientResolution, FormsRestartsAndAttemptsDrawAlike) {
+TEST_F(GradientResolution, FormsRestartsAndAttemptsDrawAlike) {
   const Trace direct = Direct();
   EXPECT_GT(direct.dither.entry_count(), static_cast<int64_t>(kTargets.size() - 1) * kVocabSize / 2);
   EXPECT_GT(direct.dither.squared_error(), 0);
@@ -82,7 +78,7 @@ TEST_P(GradientResolution, FormsRestartsAndAttemptsDrawAlike) {
   EXPECT_EQ(held.gradient, weighted.gradient);
 }
 
-TEST_P(GradientResolution, StepsMicroBatchesTermsAndHeadsDrawOtherwise) {
+TEST_F(GradientResolution, StepsMicroBatchesTermsAndHeadsDrawOtherwise) {
   const Trace direct = Direct();
   EXPECT_FALSE(Direct([](auto* header) { header->set_micro_batch(5); }) == direct);
   EXPECT_FALSE(Run("other", 1, [](auto*) {}) == direct);
@@ -107,49 +103,6 @@ TEST_P(GradientResolution, StepsMicroBatchesTermsAndHeadsDrawOtherwise) {
       },
       1);
   EXPECT_NE(next.gradient, direct.gradient);
-}
-
-TEST_P(GradientResolution, IsPartOfWhatARepeatMustHave) {
-  ServerSetup setup;
-  setup.engine.shard_count = GetParam();
-  WireServer server(setup);
-  const TestHead head = server.MakeHead("h", SmallSpec(kVocabSize, kHiddenSize));
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 4, kTargets);
-  header.mutable_terms(0)->set_gradient_resolution(kResolution);
-  const LossReply first = server.Compute(header, Rows());
-  Require(first.status, "ComputeLoss");
-  const LossReply repeated = server.Compute(header, Rows());
-  EXPECT_TRUE(repeated.summary.replayed());
-  EXPECT_EQ(repeated.grad_hidden, first.grad_hidden);
-  header.mutable_terms(0)->clear_gradient_resolution();
-  EXPECT_EQ(ReasonOf(server.Compute(header, Rows()).status), "MICRO_BATCH_CONFLICT");
-}
-
-// Frozen heads, and a head whose softcap the smoothing stands behind.
-TEST_P(GradientResolution, RefusesHeadsThatItIsNotFor) {
-  WireServer server;
-  v1::HeadSpec spec = SmallSpec(kVocabSize, kHiddenSize);
-  spec.mutable_transform()->set_softcap(5);
-  const TestHead capped = server.MakeHead("capped", spec);
-  v1::MicroBatchHeader header = CrossEntropyHeader(capped, 0, 0, kTargets);
-  header.mutable_terms(0)->set_gradient_resolution(kResolution);
-  header.mutable_terms(0)->mutable_cross_entropy()->set_label_smoothing(0.1);
-  WireError error = DecodeError(server.Compute(header, Rows()).status);
-  EXPECT_EQ(error.reason, "INVALID_COMBINATION") << error.message;
-  EXPECT_EQ(error.at("field"), "header.terms[0].gradient_resolution");
-  header.mutable_terms(0)->mutable_cross_entropy()->clear_label_smoothing();
-  EXPECT_EQ(ReasonOf(server.Compute(header, Rows()).status), "OK");
-
-  spec.set_trainable(false);
-  spec.clear_optimizer();
-  const TestHead frozen = server.MakeHead("frozen", spec);
-  header = CrossEntropyHeader(frozen, 0, 0, kTargets);
-  header.clear_micro_batch();
-  header.mutable_terms(0)->mutable_head()->clear_step();
-  header.mutable_terms(0)->set_gradient_resolution(kResolution);
-  error = DecodeError(server.Compute(header, Rows()).status);
-  EXPECT_EQ(error.reason, "INVALID_COMBINATION") << error.message;
-  EXPECT_EQ(error.at("field"), "header.terms[0].gradient_resolution");
 }
 
 }  // namespace

@@ -2,9 +2,7 @@
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <thread>
@@ -26,61 +24,36 @@ namespace {
 
 using ::testing::HasSubstr;
 
+// A group of two ranks, of which one is to join.
+std::shared_ptr<group::GroupAssembly> MakeGroup() {
+  group::AssemblyOptions assembly;
+  assembly.engine.shard_count = 2;
+  assembly.engine.thread_count = 1;
+  assembly.version = service::ServerVersion();
+  assembly.listen_host = "127.0.0.1";
+  assembly.silence_timeout = absl::Seconds(60);
+  auto made = group::GroupAssembly::Create(assembly);
+  EXPECT_TRUE(made.ok()) << made.status();
+  return *std::move(made);
+}
+
 class GroupJoin : public ::testing::Test {
  protected:
   GroupJoin() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "headwater-test-XXXXXX").string();
-    EXPECT_NE(mkdtemp(pattern.data()), nullptr);
-    directory_ = pattern;
-    const Credentials server = servers_.Issue("server");
-    const Credentials client = clients_.Issue("worker");
-    WriteFile(Path("server.crt"), server.certificate);
-    WriteFile(Path("server.key"), server.key);
-    WriteFile(Path("clients.crt"), clients_.certificate());
-    WriteFile(Path("servers.crt"), servers_.certificate());
-    WriteFile(Path("worker.crt"), client.certificate);
-    WriteFile(Path("worker.key"), client.key);
-    WriteFile(Path("tokens.json"),
-              TokenFileText({TokenEntry("worker", R"("admin": ["*"])"), TokenEntry("operator", R"("admin": ["*"])"),
-                             TokenEntry("trainer", R"("compute": ["*"])")}));
-    for (const char* name : {"worker", "operator", "trainer"}) WriteFile(Path(name), TokenText(name) + "\n");
-
-    group::AssemblyOptions assembly;
-    assembly.engine.shard_count = 2;
-    assembly.engine.thread_count = 1;
-    assembly.version = service::ServerVersion();
-    assembly.listen_host = "127.0.0.1";
-    assembly.silence_timeout = absl::Seconds(60);
-    auto made = group::GroupAssembly::Create(assembly);
-    EXPECT_TRUE(made.ok()) << made.status();
-    service::ServerOptions options;
-    group_ = *std::move(made);
-    options.group = group_;
-    options.worker_token = "worker";
-    options.listen_addresses = {"127.0.0.1:0"};
-    options.tls_certificate = Path("server.crt");
-    options.tls_key = Path("server.key");
-    options.tls_client_ca = Path("clients.crt");
-    options.token_file = Path("tokens.json");
-    auto started = service::Server::Start(options, options.group->TakeEngine());
-    EXPECT_TRUE(started.ok()) << started.status();
-    server_ = *std::move(started);
+    const Credentials client = secured_.client_authority().Issue("worker");
+    ReplaceFile(secured_.path("servers.crt"), secured_.server_authority().certificate());
+    ReplaceFile(secured_.path("worker.crt"), client.certificate);
+    ReplaceFile(secured_.path("worker.key"), client.key);
+    for (const char* name : {"worker", "operator", "trainer"}) ReplaceFile(secured_.path(name), TokenText(name) + "\n");
   }
-  ~GroupJoin() override {
-    server_.reset();
-    std::error_code ignored;
-    std::filesystem::remove_all(directory_, ignored);
-  }
-
-  std::string Path(const std::string& name) const { return directory_ + "/" + name; }
 
   // Joins to the end of it.
   absl::Status Join(const std::string& token) const {
-    const group::LeaderAddress leader = {.address = server_->addresses().front(),
-                                         .ca = Path("servers.crt"),
-                                         .certificate = Path("worker.crt"),
-                                         .key = Path("worker.key"),
-                                         .token_file = token.empty() ? "" : Path(token)};
+    const group::LeaderAddress leader = {.address = secured_.address("admin"),
+                                         .ca = secured_.path("servers.crt"),
+                                         .certificate = secured_.path("worker.crt"),
+                                         .key = secured_.path("worker.key"),
+                                         .token_file = token.empty() ? "" : secured_.path(token)};
     group::WorkerOptions worker;
     worker.version = service::ServerVersion();
     worker.leader_host = group::LeaderHost(leader.address);
@@ -88,11 +61,11 @@ class GroupJoin : public ::testing::Test {
     return group::JoinLeader(leader, worker);
   }
 
-  const TestAuthority servers_{"servers"};
-  const TestAuthority clients_{"clients"};
-  std::string directory_;
-  std::shared_ptr<group::GroupAssembly> group_;
-  std::unique_ptr<service::Server> server_;
+  SecuredServer secured_{{TokenEntry("worker", R"("admin": ["*"])"), TokenEntry("operator", R"("admin": ["*"])"),
+                          TokenEntry("trainer", R"("compute": ["*"])")},
+                         MakeGroup(),
+                         "worker"};
+  service::Server* const server_ = &secured_.server();
 };
 
 TEST_F(GroupJoin, OnlyTheWorkersTokenJoinsAndTheServerServesThen) {
@@ -127,28 +100,17 @@ TEST_F(GroupJoin, AWorkerWhoseTokenIsTakenOutIsSentAway) {
   std::thread worker([&] { ended = Join("worker"); });
   const absl::Status ready = server_->BecomeReady();
   EXPECT_TRUE(ready.ok()) << ready;
-  WriteFile(Path("tokens.json"), TokenFileText({TokenEntry("operator", R"("admin": ["*"])")}));
+  ReplaceFile(secured_.token_path(), TokenFileText({TokenEntry("operator", R"("admin": ["*"])")}));
   worker.join();
   EXPECT_FALSE(ended.ok());
   EXPECT_REASON(server_->engine().health(), kEngineFailed);
   EXPECT_EQ(Join("worker").code(), absl::StatusCode::kUnauthenticated);
 }
 
-TEST_F(GroupJoin, AServerWhoseWorkersDoNotComeCanBeGivenUp) {
-  group_->GiveUp();
-  EXPECT_TRUE(HasReason(server_->BecomeReady(), ErrorReason::kCancelled));
-}
-
 // Without tokens anybody can call: who says nothing keeps no thread for ever.
 TEST(SilentJoin, IsEndedLikeOtherStreams) {
-  group::AssemblyOptions assembly;
-  assembly.engine.shard_count = 2;
-  assembly.engine.thread_count = 1;
-  assembly.version = service::ServerVersion();
-  assembly.listen_host = "127.0.0.1";
-  ASSERT_OK_AND_ASSIGN(auto made, group::GroupAssembly::Create(assembly));
   service::ServerOptions options;
-  options.group = std::move(made);
+  options.group = MakeGroup();
   options.listen_addresses = {"127.0.0.1:0"};
   options.stream_idle_timeout = absl::Milliseconds(200);
   ASSERT_OK_AND_ASSIGN(const auto server, service::Server::Start(options, options.group->TakeEngine()));

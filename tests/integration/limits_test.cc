@@ -7,6 +7,8 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "tests/integration/support/http2_client.h"
 #include "tests/integration/support/open_stream.h"
@@ -344,6 +346,54 @@ TEST(StreamLimits, OfHealthWatches) {
     return begun;
   }));
   second.End();
+}
+
+TEST(StreamLimits, TheClientThatTakesNothingIsCutOff) {
+  ServerSetup setup;
+  setup.options.stream_idle_timeout = absl::Milliseconds(300);
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec(13, 64));
+  constexpr int64_t kRows = 1 << 15;  // 8 MiB of grad_hidden: far more than flow control lets through unread
+  // Its own connection: what it leaves unread holds up everything else on the one that it shares.
+  const auto stub = v1::LossService::NewStub(server.NewChannel());
+  OpenStream call(*stub, CrossEntropyHeader(head, 0, 0, std::vector<int32_t>(kRows, 1)));
+  constexpr int64_t kChunkRows = 1 << 13;
+  for (int64_t row = 0; row < kRows; row += kChunkRows) {
+    ASSERT_TRUE(call.Send(HiddenChunk(std::string(kChunkRows * 256, '\0'), row, kChunkRows)));
+  }
+  call.stream->WritesDone();
+  ASSERT_TRUE(Await([&] { return server.Steps(head).open().micro_batches_size() == 1; }));
+  EXPECT_TRUE(server.AwaitNothingInFlight());
+  // It was committed before the answer could be sent: the client finds it in the step.
+  EXPECT_EQ(server.Steps(head).open().micro_batches(0).state(), v1::CONTRIBUTION_STATE_COMMITTED);
+  call.context.TryCancel();
+}
+
+TEST(Overload, TheQueueIsBounded) {
+  ServerSetup setup;
+  setup.options.queue_widths = {1, 1};  // one micro-batch at a time: the next one waits in the queue
+  setup.options.limits.max_queue_depth = 2;
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  server.gate().Close();
+  std::vector<std::thread> calls;
+  const auto submit = [&](int64_t micro_batch) {
+    calls.emplace_back([&server, &head, micro_batch] {
+      Require(server.Compute(CrossEntropyHeader(head, 0, micro_batch, {1, 2, 3}), Rows(3)).status, "accepted");
+    });
+  };
+  submit(0);
+  server.gate().AwaitWaiting();
+  submit(1);
+  submit(2);  // at the limit
+  EXPECT_TRUE(server.AwaitMetric("headwater_queue_depth", 2));
+  const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 3, {1, 2, 3}), Rows(3)).status);
+  EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(error.reason, "QUEUE_FULL");
+  EXPECT_TRUE(error.retry_ms.has_value());
+  server.gate().Open();
+  for (std::thread& call : calls) call.join();
+  EXPECT_EQ(server.Steps(head).open().micro_batches_size(), 3);
 }
 
 // Health is truthful whatever the load: every thread that calls may hold is held.

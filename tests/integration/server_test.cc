@@ -77,15 +77,14 @@ TEST(Health, IsServingOnlyAfterTheSelfTestAndUntilTheDrain) {
 
 TEST(Reflection, IsThereOnlyIfAskedFor) {
   const std::string method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
-  std::string ignored;
   WireServer without;
-  EXPECT_EQ(CallRaw(without.NewChannel(), method, "", &ignored).error_code(), grpc::StatusCode::UNIMPLEMENTED);
+  EXPECT_EQ(CallRaw(without.NewChannel(), method, {""}).status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
   ServerSetup setup;
   setup.options.reflection = true;
   WireServer with(setup);
-  std::string response;
-  EXPECT_EQ(CallRaw(with.NewChannel(), method, std::string("\x3a\x01*"), &response).error_code(), grpc::StatusCode::OK);
-  EXPECT_THAT(response, HasSubstr("headwater.v1.LossService"));
+  const RawReply reply = CallRaw(with.NewChannel(), method, {"\x3a\x01*"});
+  EXPECT_EQ(reply.status.error_code(), grpc::StatusCode::OK);
+  EXPECT_THAT(reply.answer, HasSubstr("headwater.v1.LossService"));
 }
 
 TEST(Limits, AreAcceptedAtTheLimitAndRefusedOneAbove) {
@@ -154,59 +153,6 @@ TEST(Limits, OfAMessageAreGrpcs) {
   call.stream->WritesDone();
   EXPECT_FALSE(call.End().ok());
   EXPECT_EQ(server.Snapshot(head), before);
-}
-
-TEST(Heads, PlanIsToldWithoutMakingAnything) {
-  WireServer server;
-  v1::CreateHeadRequest request;
-  request.set_name("tenants/default/heads/planned");
-  *request.mutable_spec() = SmallSpec();
-  request.set_validate_only(true);
-  v1::CreateHeadResponse response;
-  Require(server.Call(&Heads::CreateHead, request, &response), "CreateHead");
-  EXPECT_FALSE(response.created());
-  EXPECT_TRUE(response.head().epoch().empty());
-  EXPECT_GT(response.head().memory_plan().total_bytes(), 3 * 13 * 5 * 4);
-  EXPECT_GT(response.head().memory_plan().available_bytes(), 0);
-  EXPECT_EQ(response.head().spec().optimizer().adamw().beta2(), 0.999);
-  EXPECT_EQ(response.head().spec().staging_slots(), 1);
-  EXPECT_EQ(response.head().spec().parallelism(), v1::PARALLELISM_VOCABULARY);
-  // To a server that is alone both are the same.
-  v1::HeadSpec by_rows = SmallSpec();
-  by_rows.set_parallelism(v1::PARALLELISM_ROWS);
-  v1::Head rows;
-  Require(server.Create("tenants/default/heads/rows", by_rows, &rows), "a head by rows");
-  EXPECT_EQ(rows.spec().parallelism(), v1::PARALLELISM_ROWS);
-  EXPECT_EQ(rows.memory_plan().total_bytes(), response.head().memory_plan().total_bytes());
-  by_rows.set_parallelism(static_cast<v1::Parallelism>(3));
-  EXPECT_EQ(ReasonOf(server.Create("tenants/default/heads/other", by_rows, &rows)), "INVALID_FIELD");
-  v1::Head created;
-  Require(server.Create("tenants/default/heads/planned", SmallSpec(), &created), "it was not made");
-  EXPECT_EQ(created.memory_plan().total_bytes(), response.head().memory_plan().total_bytes());
-  EXPECT_EQ(ReasonOf(server.Create("tenants/default/heads/planned", SmallSpec(), &created)), "HEAD_ALREADY_EXISTS");
-}
-
-TEST(Heads, AreListedInPagesByName) {
-  WireServer server;
-  v1::Head head;
-  for (const char* id : {"c", "a", "e", "b", "d"})
-    Require(server.Create(std::string("tenants/default/heads/") + id, SmallSpec(), &head), id);
-  std::string names;
-  std::string token;
-  int pages = 0;
-  do {
-    v1::ListHeadsRequest request;
-    request.set_parent("tenants/default");
-    request.set_page_size(2);
-    request.set_page_token(token);
-    v1::ListHeadsResponse response;
-    Require(server.Call(&Heads::ListHeads, request, &response), "ListHeads");
-    for (const v1::Head& listed : response.heads()) names += listed.name().back();
-    token = response.next_page_token();
-    ++pages;
-  } while (!token.empty());
-  EXPECT_EQ(names, "abcde");
-  EXPECT_EQ(pages, 3);
 }
 
 TEST(RequestIds, AreTakenOverOrMade) {
@@ -311,19 +257,6 @@ TEST(Metrics, TellWhatHappened) {
   EXPECT_NE(server.MetricLine("headwater_compute_busy_seconds_total"), "headwater_compute_busy_seconds_total 0");
 }
 
-TEST(Server, ListensOnSeveralAddressesAndTellsThePort) {
-  ServerSetup setup;
-  setup.options.listen_addresses = {"127.0.0.1:0"};
-  WireServer server(setup);
-  ASSERT_EQ(server.server().addresses().size(), 2U);
-  EXPECT_THAT(server.server().addresses()[0], MatchesRegex("127.0.0.1:[1-9][0-9]*"));
-  const auto stub =
-      v1::SessionService::NewStub(grpc::CreateChannel(server.server().addresses()[0], grpc::InsecureChannelCredentials()));
-  grpc::ClientContext context;
-  v1::ServerInfo info;
-  EXPECT_EQ(ReasonOf(stub->GetServerInfo(&context, {}, &info)), "OK");
-}
-
 constexpr char kTraceId[] = "0af7651916cd43dd8448eb211c80319c";
 
 // What a call was traced as, once there are `count` files; the newest one.
@@ -345,55 +278,51 @@ std::string AwaitTrace(const std::string& folder, size_t count) {
 
 TEST(Traces, OfMicroBatchesAreWrittenIfTheCallerRecordsThem) {
   constexpr int64_t kRows = 3000;  // enough for the engine to take them as they come
-  std::string folder = (std::filesystem::temp_directory_path() / "server-test-XXXXXX").string();
-  ASSERT_NE(mkdtemp(folder.data()), nullptr);
-  {
-    ServerSetup setup;
-    setup.options.trace_dir = folder;
-    WireServer server(setup);
-    const TestHead head = server.MakeHead("traced", SmallSpec());
-    const auto compute = [&](int64_t micro_batch, const char* flags, bool is_explicit, int seed = 1) {
-      grpc::ClientContext context;
-      context.AddMetadata("x-request-id", "request-of-the-test");
-      context.AddMetadata("traceparent", std::string("00-") + kTraceId + "-b7ad6b7169203331-" + flags);
-      const auto stream = server.loss().ComputeLoss(&context);
-      v1::ComputeLossRequest request;
-      *request.mutable_header() = CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kRows, 1));
-      if (is_explicit) request.mutable_header()->set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-      stream->Write(request);
-      *request.mutable_chunk() = HiddenChunk(Bytes(Random(kRows * 5, seed, 1)), 0, kRows);
-      stream->Write(request);
-      stream->WritesDone();
-      return EndOf(*stream);
-    };
-    Require(compute(0, "01", false), "recorded");
-    const std::string trace = AwaitTrace(folder, 1);
-    for (const char* part :
-         {kTraceId, "\"parent_span_id\":\"b7ad6b7169203331\"", "\"request_id\":\"request-of-the-test\"",
-          "\"method\":\"ComputeLoss\"", "\"code\":\"OK\"", "\"name\":\"upload\"", "\"name\":\"compute\"", "\"name\":\"download\"",
-          "\"name\":\"engine: grad_hidden\"", " to 3000\"", "\"name\":\"decision: all rows are there\"", "\"rows\":\"3000\"",
-          "\"transport\":\"grpc\"", "\"head\":\"tenants/default/heads/traced\""}) {
-      EXPECT_THAT(trace, HasSubstr(part));
-    }
-    Require(compute(1, "00", false), "not recorded");
-    EXPECT_FALSE(compute(0, "03", false, /*seed=*/2).ok());  // other rows; what is refused is traced, too
-    EXPECT_THAT(AwaitTrace(folder, 2), HasSubstr("\"reason\":\"MICRO_BATCH_CONFLICT\""));
-    Require(compute(2, "00", true), "staged");
+  const TemporaryDirectory folder;
+  ServerSetup setup;
+  setup.options.trace_dir = folder.path();
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("traced", SmallSpec());
+  const auto compute = [&](int64_t micro_batch, const char* flags, bool is_explicit, int seed = 1) {
     grpc::ClientContext context;
-    context.AddMetadata("traceparent", std::string("00-") + kTraceId + "-b7ad6b7169203331-01");
-    v1::CommitMicroBatchRequest commit;
-    *commit.add_heads() = server.At(head, 0);
-    commit.set_micro_batch(2);
-    commit.set_factor(1);
-    v1::CommitMicroBatchResponse response;
-    Require(server.loss().CommitMicroBatch(&context, commit, &response), "committed");
-    const std::string committed = AwaitTrace(folder, 3);
-    EXPECT_THAT(committed, HasSubstr("\"name\":\"commit\""));
-    EXPECT_THAT(committed, HasSubstr("\"method\":\"CommitMicroBatch\""));
-    // Counted once the file is there.
-    EXPECT_TRUE(server.AwaitMetric("headwater_traces_total{outcome=\"written\"}", 3));
+    context.AddMetadata("x-request-id", "request-of-the-test");
+    context.AddMetadata("traceparent", std::string("00-") + kTraceId + "-b7ad6b7169203331-" + flags);
+    const auto stream = server.loss().ComputeLoss(&context);
+    v1::ComputeLossRequest request;
+    *request.mutable_header() = CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kRows, 1));
+    if (is_explicit) request.mutable_header()->set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+    stream->Write(request);
+    *request.mutable_chunk() = HiddenChunk(Bytes(Random(kRows * 5, seed, 1)), 0, kRows);
+    stream->Write(request);
+    stream->WritesDone();
+    return EndOf(*stream);
+  };
+  Require(compute(0, "01", false), "recorded");
+  const std::string trace = AwaitTrace(folder.path(), 1);
+  for (const char* part :
+       {kTraceId, "\"parent_span_id\":\"b7ad6b7169203331\"", "\"request_id\":\"request-of-the-test\"", "\"method\":\"ComputeLoss\"",
+        "\"code\":\"OK\"", "\"name\":\"upload\"", "\"name\":\"compute\"", "\"name\":\"download\"",
+        "\"name\":\"engine: grad_hidden\"", " to 3000\"", "\"name\":\"decision: all rows are there\"", "\"rows\":\"3000\"",
+        "\"transport\":\"grpc\"", "\"head\":\"tenants/default/heads/traced\""}) {
+    EXPECT_THAT(trace, HasSubstr(part));
   }
-  std::filesystem::remove_all(folder);
+  Require(compute(1, "00", false), "not recorded");
+  EXPECT_FALSE(compute(0, "03", false, /*seed=*/2).ok());  // other rows; what is refused is traced, too
+  EXPECT_THAT(AwaitTrace(folder.path(), 2), HasSubstr("\"reason\":\"MICRO_BATCH_CONFLICT\""));
+  Require(compute(2, "00", true), "staged");
+  grpc::ClientContext context;
+  context.AddMetadata("traceparent", std::string("00-") + kTraceId + "-b7ad6b7169203331-01");
+  v1::CommitMicroBatchRequest commit;
+  *commit.add_heads() = server.At(head, 0);
+  commit.set_micro_batch(2);
+  commit.set_factor(1);
+  v1::CommitMicroBatchResponse response;
+  Require(server.loss().CommitMicroBatch(&context, commit, &response), "committed");
+  const std::string committed = AwaitTrace(folder.path(), 3);
+  EXPECT_THAT(committed, HasSubstr("\"name\":\"commit\""));
+  EXPECT_THAT(committed, HasSubstr("\"method\":\"CommitMicroBatch\""));
+  // Counted once the file is there.
+  EXPECT_TRUE(server.AwaitMetric("headwater_traces_total{outcome=\"written\"}", 3));
 }
 
 TEST(Server, TellsTheProductRateThatItIsGiven) {
@@ -407,10 +336,21 @@ TEST(Server, TellsTheProductRateThatItIsGiven) {
   EXPECT_THROW(WireServer refused(setup), std::runtime_error);
 }
 
-TEST(Server, ThatCannotListenSaysSo) {
+TEST(Server, InDeterministicModeNeedsAnEngineThatIs) {
   ServerSetup setup;
-  setup.options.listen_addresses = {"unix:/nonexistent-folder/socket"};
-  EXPECT_THROW(WireServer server(setup), std::runtime_error);
+  setup.options.deterministic = true;
+  EXPECT_THAT([&] { WireServer server(setup); },
+              ::testing::ThrowsMessage<std::runtime_error>(HasSubstr("EngineOptions::deterministic")));
+}
+
+TEST(Server, RefusesCompressedMessages) {
+  WireServer server;
+  grpc::ClientContext context;
+  context.set_compression_algorithm(GRPC_COMPRESS_GZIP);
+  v1::GetHeadRequest request;
+  request.set_name("tenants/default/heads/" + std::string(1 << 12, 'a'));
+  v1::Head response;
+  EXPECT_EQ(server.heads().GetHead(&context, request, &response).error_code(), grpc::StatusCode::UNIMPLEMENTED);
 }
 
 // Who has gone is not told, but the log is: the truth.

@@ -395,33 +395,6 @@ TEST_F(Stripes, ASlowUploaderHoldsNobodyUp) {
   }
 }
 
-TEST_F(Stripes, BehindAnotherOneItWaitsForAllOfItsRows) {
-  Start({});
-  const std::string rows = Rows(kStalledRows);
-  const TestHead other = server_->MakeHead("other", SmallSpec());
-  server_->gate().Close();
-  Primary first(*server_, CrossEntropyHeader(head_, 0, 0, std::vector<int32_t>(kStalledRows, 1)));
-  first.Send(Chunk(rows, 0, kRowsBefore));
-  server_->gate().AwaitWaiting();
-  Primary second(*server_, CrossEntropyHeader(other, 0, 0, std::vector<int32_t>(kStalledRows, 1)));
-  second.Send(Chunk(rows, 0, kRowsBefore));
-  for (int i = 0; i < 10; ++i) server_->Find(head_, 0);  // long enough for it to begin, if it did
-  for (Primary* primary : {&second, &first}) {
-    primary->Send(Chunk(rows, kRowsBefore, kStalledRows - kRowsBefore));
-    primary->HalfClose();
-  }
-  server_->gate().Open();
-  for (Primary* primary : {&first, &second}) {
-    Grad grad(kStalledRows);
-    v1::MicroBatchSummary summary;
-    EXPECT_EQ(ReasonOf(primary->End(&grad, &summary)), "OK");
-    EXPECT_EQ(summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
-    EXPECT_EQ(grad.rows, kStalledRows);
-  }
-  EXPECT_EQ(server_->MetricLine("headwater_early_starts_total"), "headwater_early_starts_total 1");
-  EXPECT_TRUE(server_->Gradient(head_) == server_->Gradient(other));
-}
-
 // ---- clients that hang -----------------------------------------------------------------------------------------------
 
 TEST_F(Stripes, AStripeThatTakesNothingIsCutOff) {

@@ -5,12 +5,11 @@
 
 #include <chrono>
 #include <deque>
-#include <filesystem>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "tests/integration/support/hanging_disk.h"
+#include "tests/integration/support/faulty_disk.h"
 #include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
@@ -20,12 +19,6 @@ std::string Checksum(const std::string& bytes) {
   XXH128_canonical_t canonical;
   XXH128_canonicalFromHash(&canonical, XXH3_128bits(bytes.data(), bytes.size()));
   return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
-}
-
-// A folder of the test's own.
-std::string MakeRoot() {
-  std::string pattern = (std::filesystem::temp_directory_path() / "headwater-weights-XXXXXX").string();
-  return mkdtemp(pattern.data());
 }
 
 grpc::Status SaveAs(WireServer& server, const TestHead& head, const std::string& checkpoint) {
@@ -68,15 +61,11 @@ class Weights : public ::testing::TestWithParam<int> {
   ServerSetup MakeSetup() {
     ServerSetup setup;
     setup.engine.shard_count = GetParam();
-    setup.options.load_root = root_;
-    setup.options.checkpoint_directory = root_ + "/checkpoints";
+    setup.options.load_root = root_.path();
+    setup.options.checkpoint_directory = root_.path() + "/checkpoints";
     return setup;
   }
-  ~Weights() override {
-    std::error_code ignored;
-    std::filesystem::remove_all(root_, ignored);
-  }
-  const std::string root_ = MakeRoot();
+  const TemporaryDirectory root_;
   WireServer server_{MakeSetup()};
 };
 
@@ -134,26 +123,6 @@ TEST_P(Weights, AnUploadsIdStandsForOneContent) {
   EXPECT_EQ(server_.Snapshot(head), before);
 }
 
-TEST_P(Weights, ALaterStreamTakesAnUploadOver) {
-  const TestHead head = server_.MakeHead("h", SmallSpec());
-  const std::string bytes = Bytes(Random(65, 4, 1));
-  Upload first(server_, UploadHeader(head.head, "u"));
-  first.Send(0, bytes.substr(0, 40));
-  // The 260 bytes of the head's first weights, and these 40.
-  const auto received = [&] {
-    return server_.server().SerializeMetrics().find("headwater_bytes_total{direction=\"in\",transport=\"grpc\"} 300\n") !=
-           std::string::npos;
-  };
-  for (int i = 0; i < 2000 && !received(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  Upload second(server_, UploadHeader(head.head, "u"));
-  EXPECT_EQ(second.resume_offset, 40);
-  first.Send(40, bytes.substr(40));
-  EXPECT_EQ(ReasonOf(first.End()), "CANCELLED");
-  Upload third(server_, UploadHeader(head.head, "u"));
-  third.Send(third.resume_offset, bytes.substr(static_cast<size_t>(third.resume_offset)));
-  EXPECT_EQ(ReasonOf(third.End()), "OK");
-}
-
 TEST_P(Weights, DownloadsResumeAnywhereOnAnElement) {
   v1::HeadSpec spec = SmallSpec();
   spec.set_data_type(v1::DATA_TYPE_BFLOAT16);
@@ -201,33 +170,30 @@ TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {
 
 // A save reads the weights: micro-batches of its head and of others run beside it.
 TEST(WeightsBeingSaved, KeepNoMicroBatchWaiting) {
-  const std::string root = MakeRoot();
-  {
-    ServerSetup setup;
-    setup.options.checkpoint_directory = root;
-    WireServer server(setup);
-    const TestHead saved = server.MakeHead("saved", SmallSpec());
-    const TestHead other = server.MakeHead("other", SmallSpec());
-    constexpr int64_t kRows = 2000;  // large ones, of which two are at the engine
-    const std::string rows = Bytes(Random(kRows * 5, 5, 1));
-    const auto header = [&](const TestHead& head, int64_t micro_batch) {
-      return CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kRows, 1));
-    };
-    disk_hangs = true;
-    std::vector<std::thread> threads;
-    threads.emplace_back([&] { EXPECT_EQ(ReasonOf(SaveAs(server, saved, "x")), "OK"); });
-    EXPECT_TRUE(Await([] { return hanging_writes > 0; }));
-    for (const TestHead* head : {&saved, &other}) {
-      for (int64_t id = 0; id < 2; ++id) {
-        EXPECT_EQ(ReasonOf(server.Compute(header(*head, id), rows, "", {.chunk_rows = 500, .deadline_ms = 20000}).status), "OK");
-      }
+  const TemporaryDirectory root;
+  ServerSetup setup;
+  setup.options.checkpoint_directory = root.path();
+  WireServer server(setup);
+  const TestHead saved = server.MakeHead("saved", SmallSpec());
+  const TestHead other = server.MakeHead("other", SmallSpec());
+  constexpr int64_t kRows = 2000;  // large ones, of which two are at the engine
+  const std::string rows = Bytes(Random(kRows * 5, 5, 1));
+  const auto header = [&](const TestHead& head, int64_t micro_batch) {
+    return CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kRows, 1));
+  };
+  disk_hangs = true;
+  std::vector<std::thread> threads;
+  threads.emplace_back([&] { EXPECT_EQ(ReasonOf(SaveAs(server, saved, "x")), "OK"); });
+  EXPECT_TRUE(Await([] { return hanging_writes > 0; }));
+  for (const TestHead* head : {&saved, &other}) {
+    for (int64_t id = 0; id < 2; ++id) {
+      EXPECT_EQ(ReasonOf(server.Compute(header(*head, id), rows, "", {.chunk_rows = 500, .deadline_ms = 20000}).status), "OK");
     }
-    EXPECT_GT(hanging_writes, 0);
-    disk_hangs = false;
-    for (std::thread& thread : threads) thread.join();
-    for (int64_t id = 0; id < 2; ++id) EXPECT_EQ(server.Find(saved, id).state(), v1::CONTRIBUTION_STATE_COMMITTED) << id;
   }
-  std::filesystem::remove_all(root);
+  EXPECT_GT(hanging_writes, 0);
+  disk_hangs = false;
+  for (std::thread& thread : threads) thread.join();
+  for (int64_t id = 0; id < 2; ++id) EXPECT_EQ(server.Find(saved, id).state(), v1::CONTRIBUTION_STATE_COMMITTED) << id;
 }
 
 TEST(WeightsInUpload, AreFourOfAHead) {
@@ -250,36 +216,6 @@ TEST(WeightsInUpload, AreFourOfAHead) {
     upload.context.TryCancel();
     upload.End();
   }
-}
-
-TEST(WeightsInUpload, AreBoundedByTheUploadBudget) {
-  WireServer server(WithLimit(&service::Limits::max_upload_bytes, 520));
-  v1::Head head;
-  Require(server.Create("tenants/default/heads/h", SmallSpec(), &head), "CreateHead");
-  Upload first(server, UploadHeader(head, "a"));
-  Upload second(server, UploadHeader(head, "b"));  // at the limit
-  EXPECT_EQ(second.resume_offset, 0);
-  const WireError error = DecodeError(Upload(server, UploadHeader(head, "c")).End());
-  EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
-  EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
-  EXPECT_EQ(error.at("limit"), "max_upload_bytes");
-  EXPECT_EQ(error.at("maximum"), "520");
-  EXPECT_EQ(error.at("requestedBytes"), "260");
-  EXPECT_EQ(error.at("availableBytes"), "0");
-  EXPECT_EQ(error.retry_ms, 1000);
-  // What would not fit if it were alone need not try again.
-  v1::Head large;
-  Require(server.Create("tenants/default/heads/large", SmallSpec(27, 5), &large), "CreateHead");
-  const WireError too_large = DecodeError(Upload(server, UploadHeader(large, "d", 540)).End());
-  EXPECT_EQ(too_large.reason, "MEMORY_BUDGET_EXCEEDED");
-  EXPECT_EQ(too_large.at("requestedBytes"), "540");
-  EXPECT_FALSE(too_large.retry_ms.has_value());
-  first.context.TryCancel();
-  first.End();
-  second.End();  // both are idle now: the oldest makes room
-  int64_t offset = -1;
-  for (int i = 0; i < 1000 && offset != 0; ++i) offset = Upload(server, UploadHeader(head, "c")).resume_offset;
-  EXPECT_EQ(offset, 0);
 }
 
 }  // namespace

@@ -1,11 +1,7 @@
 #include "tests/integration/support/access_fixture.h"
 
-#include <grpcpp/generic/generic_stub.h>
 #include <openssl/evp.h>
-#include <stdlib.h>
 
-#include <chrono>
-#include <filesystem>
 #include <stdexcept>
 #include <utility>
 
@@ -14,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "headwater/kernels/engine.h"
+#include "tests/integration/support/raw_call.h"
 
 namespace headwater::testing {
 namespace {
@@ -41,37 +38,35 @@ std::string TokenFileText(const std::vector<std::string>& entries) {
   return absl::StrCat("{\"tokens\": [", absl::StrJoin(entries, ",\n"), "]}\n");
 }
 
-SecuredServer::SecuredServer(const std::vector<std::string>& token_entries, bool reflection) {
-  std::string pattern = (std::filesystem::temp_directory_path() / "headwater-test-XXXXXX").string();
-  if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
-  directory_ = pattern;
+SecuredServer::SecuredServer(const std::vector<std::string>& token_entries, std::shared_ptr<group::GroupAssembly> group,
+                             const std::string& worker_token) {
   const Credentials server = server_authority_.Issue("server");
-  WriteFile(certificate_path(), server.certificate);
-  WriteFile(key_path(), server.key);
-  WriteFile(client_ca_path(), client_authority_.certificate());
-  WriteFile(token_path(), TokenFileText(token_entries));
+  ReplaceFile(certificate_path(), server.certificate);
+  ReplaceFile(key_path(), server.key);
+  ReplaceFile(client_ca_path(), client_authority_.certificate());
+  ReplaceFile(token_path(), TokenFileText(token_entries));
   service::ServerOptions options;
-  options.listen_addresses = {"127.0.0.1:0", absl::StrCat("unix:", directory_, "/data.sock")};
-  options.admin_listen_addresses = {"127.0.0.1:0", absl::StrCat("unix:", directory_, "/admin.sock")};
+  options.listen_addresses = {"127.0.0.1:0", absl::StrCat("unix:", folder_.path(), "/data.sock")};
+  options.admin_listen_addresses = {"127.0.0.1:0", absl::StrCat("unix:", folder_.path(), "/admin.sock")};
   options.tls_certificate = certificate_path();
   options.tls_key = key_path();
   options.tls_client_ca = client_ca_path();
   options.token_file = token_path();
-  options.reflection = reflection;
+  options.reflection = true;
+  options.group = group;
+  options.worker_token = worker_token;
   EngineOptions engine;
   engine.thread_count = 1;
-  server_ = Valued(service::Server::Start(options, Valued(CreateCpuEngine(engine), "CreateCpuEngine")), "Server::Start");
-  if (absl::Status ready = server_->BecomeReady(); !ready.ok()) throw std::runtime_error(std::string(ready.message()));
+  server_ = Valued(
+      service::Server::Start(options, group != nullptr ? group->TakeEngine() : Valued(CreateCpuEngine(engine), "CreateCpuEngine")),
+      "Server::Start");
+  if (group == nullptr) {
+    if (absl::Status ready = server_->BecomeReady(); !ready.ok()) throw std::runtime_error(std::string(ready.message()));
+  }
   addresses_ = {{"data", server_->addresses()[0]},
                 {"data_unix", server_->addresses()[1]},
                 {"admin", server_->admin_addresses()[0]},
                 {"admin_unix", server_->admin_addresses()[1]}};
-}
-
-SecuredServer::~SecuredServer() {
-  server_.reset();
-  std::error_code ignored;
-  std::filesystem::remove_all(directory_, ignored);
 }
 
 std::vector<std::string> SecuredServer::ports() const {
@@ -106,31 +101,7 @@ std::shared_ptr<grpc::Channel> SecuredServer::Open(const std::string& port, cons
 
 grpc::Status CallEmpty(const std::shared_ptr<grpc::Channel>& channel, const std::string& path,
                        const std::vector<std::string>& authorization) {
-  grpc::GenericStub stub(channel);
-  grpc::CompletionQueue queue;
-  grpc::ClientContext context;
-  for (const std::string& value : authorization) context.AddMetadata("authorization", value);
-  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
-  const auto call = stub.PrepareCall(&context, path, &queue);
-  const auto next = [&queue] {
-    void* tag = nullptr;
-    bool ok = false;
-    return queue.Next(&tag, &ok) && ok;
-  };
-  call->StartCall(nullptr);
-  grpc::Status status;
-  if (next()) {
-    const grpc::Slice nothing;
-    call->WriteLast(grpc::ByteBuffer(&nothing, 1), grpc::WriteOptions(), nullptr);
-    next();
-    grpc::ByteBuffer answer;
-    // A watch never ends by itself: one answer is enough.
-    call->Read(&answer, nullptr);
-    if (next()) context.TryCancel();
-  }
-  call->Finish(&status, nullptr);
-  next();
-  return status;
+  return CallRaw(channel, path, {""}, authorization, /*first_answer=*/true).status;
 }
 
 }  // namespace headwater::testing

@@ -11,8 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "server/group/group_assembly.h"
 #include "server/service/server.h"
 #include "tests/integration/support/test_certificates.h"
+#include "tests/unit/server/temporary_directory.h"
 
 namespace headwater::testing {
 
@@ -24,8 +26,9 @@ std::string TokenFileText(const std::vector<std::string>& entries);
 class SecuredServer {
  public:
   // Ports by name: "data" and "admin" (TLS, with client certificates), "data_unix" and "admin_unix".
-  explicit SecuredServer(const std::vector<std::string>& token_entries, bool reflection = true);
-  ~SecuredServer();
+  // `group`: its leader, which waits for workers with this token.
+  explicit SecuredServer(const std::vector<std::string>& token_entries, std::shared_ptr<group::GroupAssembly> group = nullptr,
+                         const std::string& worker_token = "");
 
   const std::string& address(const std::string& port) const { return addresses_.at(port); }
   std::vector<std::string> ports() const;
@@ -34,10 +37,12 @@ class SecuredServer {
   std::shared_ptr<grpc::Channel> ConnectWithoutCertificate(const std::string& port) const;
 
   // ---- files that the server reads
-  std::string certificate_path() const { return directory_ + "/server.crt"; }
-  std::string key_path() const { return directory_ + "/server.key"; }
-  std::string client_ca_path() const { return directory_ + "/clients.crt"; }
-  std::string token_path() const { return directory_ + "/tokens.json"; }
+  std::string certificate_path() const { return folder_.path() + "/server.crt"; }
+  std::string key_path() const { return folder_.path() + "/server.key"; }
+  std::string client_ca_path() const { return folder_.path() + "/clients.crt"; }
+  std::string token_path() const { return folder_.path() + "/tokens.json"; }
+
+  std::string path(const std::string& name) const { return folder_.path() + "/" + name; }
 
   const TestAuthority& server_authority() const { return server_authority_; }
   const TestAuthority& client_authority() const { return client_authority_; }
@@ -49,7 +54,7 @@ class SecuredServer {
   const TestAuthority server_authority_{"servers"};
   const TestAuthority client_authority_{"clients"};
   const Credentials client_ = client_authority_.Issue("client");
-  std::string directory_;
+  const TemporaryDirectory folder_;
   std::map<std::string, std::string> addresses_;
   std::unique_ptr<service::Server> server_;
 };

@@ -38,7 +38,7 @@ void AddExpectedRows(const std::string& rpc, std::vector<BadValue>* rows) {
   rows->push_back({rpc, "expected.count", "above the limit", Int((1 << 16) + 1), "LIMIT_EXCEEDED"});
   rows->push_back({rpc, "expected.count", "more than there are", Int(9), "MICRO_BATCH_MISSING", ""});
   rows->push_back(
-      {rpc, "expected.ids", "more than there are", Make(), "MICRO_BATCH_MISSING", "", {{"expected.ids.ids", Ints({0, 1, 2})}}});
+      {rpc, "expected.ids", "more than there are", Make(), "MICRO_BATCH_MISSING", "", Set("expected.ids.ids", Ints({0, 1, 2}))});
   rows->push_back({rpc, "expected.ids.ids", "negative", Ints({-4}), "INVALID_FIELD", "expected.ids.ids[0]"});
   rows->push_back({rpc, "expected.ids.ids", "twice", Ints({0, 1, 0}), "INVALID_FIELD", "expected.ids.ids[2]"});
 }
@@ -51,13 +51,8 @@ std::vector<BadValue> CreateRows() {
       {rpc, "spec.vocab_size", "negative", Int(-5), "INVALID_FIELD"},
       {rpc, "spec.vocab_size", "above the limit", Int((1 << 24) + 1), "LIMIT_EXCEEDED"},
       {rpc, "spec.vocab_size", "far above", Int(kFar), "LIMIT_EXCEEDED"},
-      {rpc,
-       "spec.vocab_size",
-       "beyond the memory",
-       Int(1 << 24),
-       "MEMORY_BUDGET_EXCEEDED",
-       "",
-       {{"spec.hidden_size", Int(1 << 16)}}},
+      {rpc, "spec.vocab_size", "beyond the memory", Int(1 << 24), "MEMORY_BUDGET_EXCEEDED", "",
+       Set("spec.hidden_size", Int(1 << 16))},
       {rpc, "spec.hidden_size", "zero", Int(0), "INVALID_FIELD"},
       {rpc, "spec.hidden_size", "above the limit", Int((1 << 16) + 1), "LIMIT_EXCEEDED"},
       {rpc, "spec.data_type", "unset", Clear(), "MISSING_FIELD"},
@@ -67,49 +62,24 @@ std::vector<BadValue> CreateRows() {
       {rpc, "spec.transform.valid_vocab_size", "beyond the vocabulary", Int(14), "INVALID_FIELD"},
       {rpc, "spec.trainable", "false with an optimizer", Int(0), "INVALID_COMBINATION", "spec.optimizer"},
       {rpc, "spec.optimizer", "none chosen", Clear(), "MISSING_FIELD", "spec.optimizer.optimizer", {}},
-      {rpc,
-       "spec.optimizer.adamw",
-       "on a frozen head",
-       Make(),
-       "INVALID_COMBINATION",
-       "spec.optimizer",
-       {{"spec.trainable", Int(0)}}},
-      {rpc,
-       "spec.optimizer.sgd",
-       "on a frozen head",
-       Make(),
-       "INVALID_COMBINATION",
-       "spec.optimizer",
-       {{"spec.trainable", Int(0)}}},
+      {rpc, "spec.optimizer.adamw", "on a frozen head", Make(), "INVALID_COMBINATION", "spec.optimizer",
+       Set("spec.trainable", Int(0))},
+      {rpc, "spec.optimizer.sgd", "on a frozen head", Make(), "INVALID_COMBINATION", "spec.optimizer",
+       Set("spec.trainable", Int(0))},
       {rpc, "spec.optimizer.sgd.nesterov", "without momentum", Int(1), "INVALID_COMBINATION"},
-      {rpc,
-       "spec.optimizer.sgd.nesterov",
-       "with dampening",
-       Int(1),
-       "INVALID_COMBINATION",
-       kThePath,
-       {{"spec.optimizer.sgd.momentum", Real(0.9)}, {"spec.optimizer.sgd.dampening", Real(0.1)}}},
+      {rpc, "spec.optimizer.sgd.nesterov", "with dampening", Int(1), "INVALID_COMBINATION", kThePath,
+       Join(Set("spec.optimizer.sgd.momentum", Real(0.9)), Set("spec.optimizer.sgd.dampening", Real(0.1)))},
       {rpc, "spec.staging_slots", "negative", Int(-1), "INVALID_FIELD"},
       {rpc, "spec.staging_slots", "above the limit", Int(65), "LIMIT_EXCEEDED"},
-      {rpc,
-       "spec.staging_slots",
-       "on a frozen head",
-       Int(1),
-       "INVALID_COMBINATION",
-       kThePath,
-       {{"spec.trainable", Int(0)}, {"spec.optimizer", Clear()}}},
+      {rpc, "spec.staging_slots", "on a frozen head", Int(1), "INVALID_COMBINATION", kThePath,
+       Join(Set("spec.trainable", Int(0)), Set("spec.optimizer", Clear()))},
       {rpc, "spec.low_rank", "negative", Int(-1), "INVALID_FIELD"},
       {rpc, "spec.low_rank", "given", Int(8), "FEATURE_NOT_BUILT"},
       {rpc, "spec.initial_step", "negative", Int(-1), "INVALID_FIELD"},
       {rpc, "spec.parallelism", "of no known kind", Int(99), "INVALID_FIELD"},
       {rpc, "if_exists", "unknown", Int(9), "INVALID_FIELD"},
-      {rpc,
-       "if_exists",
-       "ATTACH_IF_SAME_SPEC to one of another",
-       Int(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC),
-       "HEAD_SPEC_MISMATCH",
-       "",
-       {{"name", Text(kHeadName)}}},
+      {rpc, "if_exists", "ATTACH_IF_SAME_SPEC to one of another", Int(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC), "HEAD_SPEC_MISMATCH", "",
+       Set("name", Text(kHeadName))},
   };
   // The optimizer message without a choice in it.
   rows[14].edit = [](google::protobuf::Message* parent, const google::protobuf::FieldDescriptor* field) {
@@ -187,8 +157,8 @@ std::vector<BadValue> WeightRows() {
 std::vector<BadValue> StepRows() {
   std::vector<BadValue> rows = {
       {"SealStep", "expected", "unset", Clear(), "MISSING_FIELD"},
-      {"SealStep", "expected", "empty", Make(), "MISSING_FIELD", kThePath, {{"expected", Clear()}}},
-      {"ApplyOptimizerStep", "expected", "empty", Make(), "MISSING_FIELD", kThePath, {{"expected", Clear()}}},
+      {"SealStep", "expected", "empty", Make(), "MISSING_FIELD", kThePath, Set("expected", Clear())},
+      {"ApplyOptimizerStep", "expected", "empty", Make(), "MISSING_FIELD", kThePath, Set("expected", Clear())},
       {"ApplyOptimizerStep", "expected", "unset though the step is open", Clear(), "MISSING_FIELD"},
       {"ApplyOptimizerStep", "learning_rate", "unset", Clear(), "MISSING_FIELD"},
       {"ApplyOptimizerStep", "momentum", "of a head with AdamW", Real(0.9), "INVALID_COMBINATION"},
@@ -235,13 +205,8 @@ std::vector<BadValue> OtherRows() {
       {"SaveCheckpoint", "checkpoint", "empty", Text(""), "MISSING_FIELD"},
       {"SaveCheckpoint", "checkpoint", "out of the directory", Text("../x"), "INVALID_NAME"},
       {"SaveCheckpoint", "checkpoint", "long", Text(std::string(129, 'c')), "INVALID_NAME"},
-      {"SaveCheckpoint",
-       "overwrite",
-       "false for one that exists",
-       Int(0),
-       "CHECKPOINT_ALREADY_EXISTS",
-       "",
-       {{"checkpoint", Text("there")}}},
+      {"SaveCheckpoint", "overwrite", "false for one that exists", Int(0), "CHECKPOINT_ALREADY_EXISTS", "",
+       Set("checkpoint", Text("there"))},
       {"RestoreCheckpoint", "checkpoint", "empty", Text(""), "MISSING_FIELD"},
       {"RestoreCheckpoint", "checkpoint", "out of the directory", Text("a/b"), "INVALID_NAME"},
       {"RestoreCheckpoint", "checkpoint", "unknown", Text("nowhere"), "CHECKPOINT_NOT_FOUND", ""},
@@ -275,7 +240,7 @@ std::vector<BadValue> AddGradientRows() {
       {rpc, "header.row_start", "beyond the weight", Int(13), "INVALID_FIELD"},
       {rpc, "header.row_count", "zero", Int(0), "INVALID_FIELD"},
       {rpc, "header.row_count", "beyond the weight", Int(14), "INVALID_FIELD"},
-      {rpc, "header.row_count", "far beyond", Int(kFar), "INVALID_FIELD", kThePath, {{"header.row_start", Int(1)}}},
+      {rpc, "header.row_count", "far beyond", Int(kFar), "INVALID_FIELD", kThePath, Set("header.row_start", Int(1))},
       {rpc, "header.row_count", "more than the bytes'", Int(2), "PROTOCOL_VIOLATION", "chunk"},
       {rpc, "chunk", "before the header", Make(), "PROTOCOL_VIOLATION", "header"},
       {rpc, "chunk.offset_bytes", "negative", Int(-1), "INVALID_FIELD"},
@@ -327,13 +292,8 @@ std::vector<BadValue> SessionServiceBadValues() {
   rows.push_back({rpc, "cuda_ipc_handle", "short", Text("abc"), "INVALID_FIELD"});
   rows.push_back({rpc, "cuda_ipc_handle", "any, without a device", Text(std::string(64, 'h')), "FEATURE_NOT_BUILT", ""});
   rows.push_back({rpc, "cuda_event_handle", "without memory", Text(std::string(64, 'e')), "INVALID_COMBINATION"});
-  rows.push_back({rpc,
-                  "cuda_event_handle",
-                  "short",
-                  Text("abc"),
-                  "INVALID_FIELD",
-                  kThePath,
-                  {{"cuda_ipc_handle", Text(std::string(64, 'h'))}}});
+  rows.push_back({rpc, "cuda_event_handle", "short", Text("abc"), "INVALID_FIELD", kThePath,
+                  Set("cuda_ipc_handle", Text(std::string(64, 'h')))});
   rows.push_back({rpc, "size_bytes", "zero", Int(0), "INVALID_FIELD"});
   rows.push_back({rpc, "offset_bytes", "negative", Int(-1), "INVALID_FIELD"});
   rows.push_back({rpc, "offset_bytes", "wraps with the size", Int(kFar), "INVALID_FIELD"});

@@ -11,8 +11,6 @@
 namespace headwater::testing {
 namespace {
 
-using Prepare = std::vector<std::pair<std::string, Edit>>;
-
 const double kNan = std::numeric_limits<double>::quiet_NaN();
 const double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -25,11 +23,6 @@ std::string Elements(const std::vector<float>& values) {
 
 Prepare Tensor(const std::string& path, v1::DataType type, int64_t size, const std::string& data) {
   return {{path + ".data_type", Int(type)}, {path + ".shape", Ints({size})}, {path + ".data", Text(data)}};
-}
-
-Prepare Join(Prepare first, const Prepare& second) {
-  first.insert(first.end(), second.begin(), second.end());
-  return first;
 }
 
 // Two terms that are the same but for the second one's field.
@@ -124,8 +117,8 @@ std::vector<BadValue> HeaderRows() {
       {rpc, "header.row_count", "not the targets'", Int(4), "SHAPE_MISMATCH", "header.terms[0].targets.shape"},
       {rpc, "header.stripe_count", "negative", Int(-1), "INVALID_FIELD"},
       {rpc, "header.stripe_count", "above the limit", Int(17), "LIMIT_EXCEEDED"},
-      {rpc, "header.transfer_id", "empty, with stripes", Text(""), "MISSING_FIELD", kThePath, {{"header.stripe_count", Int(2)}}},
-      {rpc, "header.transfer_id", "short", Text("id"), "INVALID_FIELD", kThePath, {{"header.stripe_count", Int(2)}}},
+      {rpc, "header.transfer_id", "empty, with stripes", Text(""), "MISSING_FIELD", kThePath, Set("header.stripe_count", Int(2))},
+      {rpc, "header.transfer_id", "short", Text("id"), "INVALID_FIELD", kThePath, Set("header.stripe_count", Int(2))},
       {rpc, "header.transfer_id", "without stripes", Text(std::string(16, 't')), "INVALID_COMBINATION"},
       {rpc, "header.hidden_rows", "without a session", Make(), "MISSING_FIELD", "header.session_id"},
       {rpc, "header.hidden_rows.region_id", "empty", Text(""), "MISSING_FIELD", kThePath, AnySession()},
@@ -195,23 +188,13 @@ std::vector<BadValue> TermRows() {
       {rpc, term + "row_count", "zero", Int(0), "INVALID_FIELD"},
       {rpc, term + "row_count", "negative", Int(-3), "INVALID_FIELD"},
       {rpc, term + "row_count", "beyond the rows", Int(4), "INVALID_FIELD"},
-      {rpc,
-       term + "row_count",
-       "far beyond",
-       Int(std::numeric_limits<int64_t>::max()),
-       "INVALID_FIELD",
-       kThePath,
-       {{"header.terms.row_start", Int(1)}}},
+      {rpc, term + "row_count", "far beyond", Int(std::numeric_limits<int64_t>::max()), "INVALID_FIELD", kThePath,
+       Set("header.terms.row_start", Int(1))},
       {rpc, term + "targets", "unset", Clear(), "MISSING_FIELD"},
       {rpc, term + "targets.data", "beyond the vocabulary", Text(Elements(std::vector<int32_t>{1, 2, 13})), "TARGET_OUT_OF_VOCAB"},
       {rpc, term + "targets.data", "negative", Text(Elements(std::vector<int32_t>{1, -1, 3})), "TARGET_OUT_OF_VOCAB"},
-      {rpc,
-       term + "ignore_index",
-       "not the ignored target's",
-       Int(5),
-       "TARGET_OUT_OF_VOCAB",
-       "header.terms[0].targets.data",
-       {{"header.terms.targets.data", Text(Elements(std::vector<int32_t>{1, -100, 3}))}}},
+      {rpc, term + "ignore_index", "not the ignored target's", Int(5), "TARGET_OUT_OF_VOCAB", "header.terms[0].targets.data",
+       Set("header.terms.targets.data", Text(Elements(std::vector<int32_t>{1, -100, 3})))},
       {rpc, term + "cross_entropy", "no loss", Clear(), "MISSING_FIELD", "header.terms[0].loss"},
       {rpc, term + "jensen_shannon", "without a teacher", Make(), "MISSING_FIELD", "header.terms[0].teacher_hidden"},
       {rpc, term + "teacher_hidden", "for cross entropy", Make(), "INVALID_COMBINATION", "header.terms[0].teacher_source"},
@@ -293,25 +276,14 @@ std::vector<BadValue> JsdRows() {
       {rpc, joined + "join_key", "empty", Text(""), "MISSING_FIELD", kThePath, JoinedTeacher()},
       {rpc, joined + "join_key", "long", Text(std::string(257, 'k')), "INVALID_FIELD", kThePath, JoinedTeacher()},
       {rpc, joined + "row_indices", "fewer than the term's rows", Make(), "SHAPE_MISMATCH",
-       "header.terms[0].joined_teacher.row_indices.shape",
-       Join(JoinedTeacher(), {{joined + "row_indices.shape", Clear()}, {joined + "row_indices.shape", Ints({2})}})},
+       "header.terms[0].joined_teacher.row_indices.shape", Join(JoinedTeacher(), Set(joined + "row_indices.shape", Ints({2})))},
       {rpc, joined + "row_indices.data", "beyond the set", Text(Elements(std::vector<int32_t>{0, 4, 9})), "INVALID_FIELD", kThePath,
        JoinedTeacher()},
       {rpc, joined + "total_row_count", "zero", Int(0), "INVALID_FIELD", kThePath, JoinedTeacher()},
-      {rpc,
-       "header.terms.cached_teacher",
-       "given",
-       Make(),
-       "FEATURE_NOT_BUILT",
-       kThePath,
-       {{"header.terms.jensen_shannon", Make()}, {"header.terms.cached_teacher.cache_key", Text("k")}}},
-      {rpc,
-       "header.terms.cached_teacher.cache_key",
-       "empty",
-       Text(""),
-       "MISSING_FIELD",
-       kThePath,
-       {{"header.terms.jensen_shannon", Make()}}},
+      {rpc, "header.terms.cached_teacher", "given", Make(), "FEATURE_NOT_BUILT", kThePath,
+       Join(Set("header.terms.jensen_shannon", Make()), Set("header.terms.cached_teacher.cache_key", Text("k")))},
+      {rpc, "header.terms.cached_teacher.cache_key", "empty", Text(""), "MISSING_FIELD", kThePath,
+       Set("header.terms.jensen_shannon", Make())},
       {rpc, "header.terms.top_k_teacher", "of a cross entropy", Make(), "INVALID_COMBINATION", "header.terms[0].teacher_source"},
       {rpc, top_k + "k", "zero", Int(0), "INVALID_FIELD", kThePath, TopK()},
       {rpc, top_k + "ids", "unset", Clear(), "MISSING_FIELD", kThePath, TopK()},
@@ -377,8 +349,8 @@ void AddMicroBatchRows(const std::string& rpc, const std::string& prefix, std::v
 
 }  // namespace
 
-void AddNumberRows(const std::string& rpc, const std::string& path, const std::vector<double>& bad,
-                   const std::vector<std::pair<std::string, Edit>>& prepare, std::vector<BadValue>* rows) {
+void AddNumberRows(const std::string& rpc, const std::string& path, const std::vector<double>& bad, const Prepare& prepare,
+                   std::vector<BadValue>* rows) {
   for (const double value : {kNan, kInfinity, -kInfinity}) {
     rows->push_back({rpc, path, "not finite", Real(value), "INVALID_FIELD", kThePath, prepare});
   }
@@ -443,22 +415,11 @@ std::vector<BadValue> LossServiceBadValues() {
   rows.push_back({teacher, "header.join_key", "empty", Text(""), "MISSING_FIELD"});
   rows.push_back({teacher, "header.join_key", "long", Text(std::string(257, 'k')), "INVALID_FIELD"});
   rows.push_back({teacher, "header.total_row_count", "zero", Int(0), "INVALID_FIELD"});
-  rows.push_back({teacher,
-                  "header.total_row_count",
-                  "above the limit, in one stream",
-                  Int((1 << 18) + 1),
-                  "LIMIT_EXCEEDED",
-                  kThePath,
-                  {{"header.row_indices", Clear()}}});
+  rows.push_back({teacher, "header.total_row_count", "above the limit, in one stream", Int((1 << 18) + 1), "LIMIT_EXCEEDED",
+                  kThePath, Set("header.row_indices", Clear())});
   rows.push_back({teacher, "header.tenant", "unset", Clear(), "MISSING_FIELD"});
-  rows.push_back(
-      {teacher,
-       "header.row_indices",
-       "of no rows",
-       Make(),
-       "SHAPE_MISMATCH",
-       "header.row_indices.shape",
-       {{"header.row_indices.shape", Clear()}, {"header.row_indices.shape", Ints({0})}, {"header.row_indices.data", Text("")}}});
+  rows.push_back({teacher, "header.row_indices", "of no rows", Make(), "SHAPE_MISMATCH", "header.row_indices.shape",
+                  Join(Set("header.row_indices.shape", Ints({0})), Set("header.row_indices.data", Text("")))});
   rows.push_back({teacher, "header.tenant", "malformed", Text("default"), "INVALID_NAME"});
   rows.push_back({teacher, "header.row_indices.data", "twice the same", Text(Elements(std::vector<int32_t>{4, 4})),
                   "CHUNK_OUT_OF_RANGE", "header.row_indices"});

@@ -1,4 +1,4 @@
-// Calls to services whose stubs the distribution does not package: reflection and health.
+// Calls by the name of a method, with encoded messages: of services whose stubs the distribution does not package, and of any.
 #ifndef HEADWATER_TESTS_INTEGRATION_SUPPORT_RAW_CALL_H_
 #define HEADWATER_TESTS_INTEGRATION_SUPPORT_RAW_CALL_H_
 
@@ -12,39 +12,61 @@
 
 namespace headwater::testing {
 
-// Calls a unary method by name with encoded bytes, and with a token unless that is empty.
-inline grpc::Status CallRaw(const std::shared_ptr<grpc::Channel>& channel, const std::string& method, const std::string& request,
-                            std::string* response, const std::string& token = "") {
+struct RawReply {
+  grpc::Status status;
+  std::string answer;  // the last message that came
+};
+
+// A call of any kind: its messages, and these values of "authorization". `first_answer`: cancels the call once one has come, as a
+// watch never ends by itself.
+inline RawReply CallRaw(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
+                        const std::vector<std::string>& messages, const std::vector<std::string>& authorization = {},
+                        bool first_answer = false) {
   grpc::GenericStub stub(channel);
   grpc::CompletionQueue queue;
   grpc::ClientContext context;
-  if (!token.empty()) context.AddMetadata("authorization", "Bearer " + token);
-  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
-  const grpc::Slice slice(request);
-  const grpc::ByteBuffer request_buffer(&slice, 1);
-  const auto call = stub.PrepareUnaryCall(&context, method, request_buffer, &queue);
-  call->StartCall();
-  grpc::ByteBuffer buffer;
-  grpc::Status status;
-  call->Finish(&buffer, &status, nullptr);
-  void* tag = nullptr;
-  bool ok = false;
-  queue.Next(&tag, &ok);
-  std::vector<grpc::Slice> slices;
-  response->clear();
-  if (status.ok() && buffer.Dump(&slices).ok()) {
-    for (const grpc::Slice& part : slices) response->append(reinterpret_cast<const char*>(part.begin()), part.size());
+  for (const std::string& value : authorization) context.AddMetadata("authorization", value);
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
+  const auto call = stub.PrepareCall(&context, method, &queue);
+  const auto next = [&queue] {
+    void* tag = nullptr;
+    bool ok = false;
+    return queue.Next(&tag, &ok) && ok;
+  };
+  call->StartCall(nullptr);
+  bool open = next();
+  for (size_t i = 0; open && i < messages.size(); ++i) {
+    const grpc::Slice slice(messages[i]);
+    call->Write(grpc::ByteBuffer(&slice, 1), nullptr);
+    open = next();
   }
-  return status;
+  if (open) {
+    call->WritesDone(nullptr);
+    next();
+  }
+  RawReply reply;
+  grpc::ByteBuffer buffer;
+  for (open = true; open;) {
+    call->Read(&buffer, nullptr);
+    open = next();
+    std::vector<grpc::Slice> slices;
+    if (!open || !buffer.Dump(&slices).ok()) continue;
+    reply.answer.clear();
+    for (const grpc::Slice& part : slices) reply.answer.append(reinterpret_cast<const char*>(part.begin()), part.size());
+    if (first_answer) context.TryCancel();
+  }
+  call->Finish(&reply.status, nullptr);
+  next();
+  return reply;
 }
 
 // grpc.health.v1.HealthCheckResponse.ServingStatus: 1 SERVING, 2 NOT_SERVING; -1 if the call failed.
 inline int Health(const std::shared_ptr<grpc::Channel>& channel, const std::string& service) {
   std::string request;
   if (!service.empty()) request = std::string("\x0a") + static_cast<char>(service.size()) + service;  // field 1, a string
-  std::string response;
-  if (!CallRaw(channel, "/grpc.health.v1.Health/Check", request, &response).ok()) return -1;
-  return response.size() == 2 && response[0] == 0x08 ? response[1] : 0;  // field 1, a varint
+  const RawReply reply = CallRaw(channel, "/grpc.health.v1.Health/Check", {request});
+  if (!reply.status.ok()) return -1;
+  return reply.answer.size() == 2 && reply.answer[0] == 0x08 ? reply.answer[1] : 0;  // field 1, a varint
 }
 
 }  // namespace headwater::testing

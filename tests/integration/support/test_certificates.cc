@@ -104,7 +104,7 @@ Credentials TestAuthority::Issue(const std::string& name, bool expired) const {
   return {Pem(certificate.get()), Pem(key.get())};
 }
 
-void WriteFile(const std::string& path, const std::string& text) {
+void ReplaceFile(const std::string& path, const std::string& text) {
   const std::string temporary = path + ".new";
   {
     std::ofstream file(temporary);

@@ -29,7 +29,7 @@ class TestAuthority {
 };
 
 // Replaces the file at once.
-void WriteFile(const std::string& path, const std::string& text);
+void ReplaceFile(const std::string& path, const std::string& text);
 
 }  // namespace headwater::testing
 

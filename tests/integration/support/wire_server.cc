@@ -1,11 +1,8 @@
 #include "tests/integration/support/wire_server.h"
 
-#include <stdlib.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <filesystem>
 #include <random>
 #include <stdexcept>
 #include <thread>
@@ -69,11 +66,8 @@ bool Await(const std::function<bool()>& holds) {
 }
 
 WireServer::WireServer(const ServerSetup& setup) : gate_(std::make_shared<Gate>()) {
-  std::string pattern = (std::filesystem::temp_directory_path() / "headwater-test-XXXXXX").string();
-  if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
-  directory_ = pattern;
   service::ServerOptions options = setup.options;
-  options.listen_addresses.push_back(absl::StrCat("unix:", directory_, "/socket"));
+  options.listen_addresses.push_back(absl::StrCat("unix:", directory(), "/socket"));
   EngineOptions engine_options = setup.engine;
   if (engine_options.thread_count == 0) engine_options.thread_count = 2;
   auto engine = std::make_unique<GatedEngine>(Valued(CreateCpuEngine(engine_options), "CreateCpuEngine"), gate_);
@@ -90,8 +84,6 @@ WireServer::WireServer(const ServerSetup& setup) : gate_(std::make_shared<Gate>(
 WireServer::~WireServer() {
   gate_->Open();
   server_.reset();
-  std::error_code ignored;
-  std::filesystem::remove_all(directory_, ignored);
 }
 
 std::shared_ptr<grpc::Channel> WireServer::NewChannel() const {

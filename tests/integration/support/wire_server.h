@@ -23,6 +23,7 @@
 #include "headwater/v1/session_service.grpc.pb.h"
 #include "server/service/server.h"
 #include "tests/integration/support/gated_engine.h"
+#include "tests/unit/server/temporary_directory.h"
 
 namespace headwater::testing {
 
@@ -98,7 +99,7 @@ class WireServer {
   Sessions& sessions() { return *sessions_; }
   service::Server& server() { return *server_; }
   Gate& gate() { return *gate_; }
-  const std::string& directory() const { return directory_; }
+  const std::string& directory() const { return folder_.path(); }
   const std::string& address() const { return server_->addresses().front(); }
   std::shared_ptr<grpc::Channel> NewChannel() const;  // its own connection
   // A unary call of one of the services, such as &Heads::GetHead.
@@ -165,7 +166,7 @@ class WireServer {
  private:
   std::tuple<Loss&, Heads&, Sessions&> stubs() const { return {*loss_, *heads_, *sessions_}; }
 
-  std::string directory_;
+  const TemporaryDirectory folder_;
   std::shared_ptr<Gate> gate_;
   std::unique_ptr<service::Server> server_;
   std::unique_ptr<Loss> loss_;

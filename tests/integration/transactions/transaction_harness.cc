@@ -1,13 +1,10 @@
 #include "tests/integration/transactions/transaction_harness.h"
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <chrono>
 #include <cmath>
-#include <filesystem>
 #include <limits>
-#include <stdexcept>
 
 #include "absl/strings/str_cat.h"
 
@@ -123,22 +120,14 @@ std::string OpenCall::End() {
 
 // ---- servers and heads -----------------------------------------------------------------------------------------------
 
-Trial::Trial(const TrialSetup& setup, int shard_count, bool keeps_reference)
-    : setup_(setup), shard_count_(shard_count), keeps_reference_(keeps_reference), fault_(std::make_shared<ShardFault>()) {
-  if (setup_.checkpoints) {
-    std::string pattern = (std::filesystem::temp_directory_path() / "headwater-rows-XXXXXX").string();
-    if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
-    directory_ = pattern;
-  }
+Trial::Trial(const TrialSetup& setup, int shard_count)
+    : setup_(setup), shard_count_(shard_count), fault_(std::make_shared<ShardFault>()) {
   Restart();
 }
 
 Trial::~Trial() {
   fault_->Clear();
   server_.reset();
-  if (directory_.empty()) return;
-  std::error_code ignored;
-  std::filesystem::remove_all(directory_, ignored);
 }
 
 void Trial::Restart() {
@@ -147,9 +136,9 @@ void Trial::Restart() {
   setup.engine.shard_count = shard_count_;
   setup.engine.shard_probe = [fault = fault_](ShardPhase phase, int32_t rank) { return fault->Probe(phase, rank); };
   setup.options.limits.max_step_wait = absl::Seconds(20);
-  if (!directory_.empty()) {
-    setup.options.checkpoint_directory = directory_ + "/checkpoints";
-    setup.options.load_root = directory_;
+  if (setup_.checkpoints) {
+    setup.options.checkpoint_directory = directory() + "/checkpoints";
+    setup.options.load_root = directory();
   }
   if (setup_.adjust != nullptr) setup_.adjust(setup);
   server_ = std::make_unique<WireServer>(setup);
@@ -222,15 +211,7 @@ std::string Trial::RowsOf(const Batch& batch) {
 LossReply Trial::Compute(const Batch& batch, const SendOptions& send) {
   SendOptions options = send;
   options.deadline_ms = batch.deadline_ms.value_or(kDeadlineMs);
-  LossReply reply = server_->Compute(HeaderOf(batch), RowsOf(batch), "", options);
-  if (!keeps_reference_ || !reply.status.ok() || reply.summary.replayed() || reply.summary.payload_differs()) return reply;
-  if (batch.explicit_commit) {
-    absl::MutexLock lock(&state_mutex_);
-    staged_[batch.id] = batch;
-  } else {
-    AddReference(batch, 1, {});
-  }
-  return reply;
+  return server_->Compute(HeaderOf(batch), RowsOf(batch), "", options);
 }
 
 std::string Trial::Submit(const Batch& batch) {
@@ -270,9 +251,6 @@ std::string Trial::Commit(const Decision& decision) {
   v1::CommitMicroBatchResponse response;
   const grpc::Status status =
       server_->Call(&Loss::CommitMicroBatch, request, &response, decision.deadline_ms.value_or(kDeadlineMs));
-  if (keeps_reference_ && status.ok() && !response.replayed()) {
-    AddReference(Staged(decision.id), decision.factor, decision.token_factors);
-  }
   return Answer(status, response.replayed() ? "OK replayed" : "OK");
 }
 
@@ -299,11 +277,6 @@ std::string Trial::AddPart(const Part& part) {
   const std::vector<float> rows = PartRows(part);
   bool replayed = false;
   const grpc::Status status = server_->AddGradient(header, rows, &replayed);
-  if (keeps_reference_ && status.ok() && !replayed) {
-    ReferenceGradient share(static_cast<size_t>(kVocab * kHidden));
-    for (size_t i = 0; i < rows.size(); ++i) share[static_cast<size_t>(part.row_start * kHidden) + i] = part.factor * rows[i];
-    AddToReference(part.head, share);
-  }
   return Answer(status, replayed ? "OK replayed" : "OK");
 }
 
@@ -330,7 +303,6 @@ std::string Trial::Apply(const StepEnd& end) {
   const grpc::Status status = server_->Call(&Heads::ApplyOptimizerStep, request, &response, end.deadline_ms.value_or(kDeadlineMs));
   if (status.ok()) {
     EXPECT_EQ(response.open_step(), end.step + 1);
-    DropReference(end.head);
   }
   return Answer(status, response.replayed() ? "OK replayed" : "OK");
 }
@@ -342,7 +314,6 @@ std::string Trial::DiscardGradient(const StepEnd& end) {
   const grpc::Status status = server_->Call(&Heads::DiscardGradient, request, &response, end.deadline_ms.value_or(kDeadlineMs));
   if (status.ok()) {
     EXPECT_EQ(response.open_step(), end.step + 1);
-    DropReference(end.head);
   }
   return Answer(status, response.replayed() ? "OK replayed" : "OK");
 }
@@ -355,7 +326,6 @@ std::string Trial::Replace(const Replacement& replacement) {
   const grpc::Status status = server_->Upload(head.head, replacement.tensor, values, &updated, replacement.step);
   if (!status.ok()) return Answer(status);
   const bool closed = updated.open_step() == replacement.step + 1;
-  if (closed) DropReference(replacement.head);
   EXPECT_EQ(updated.epoch(), head.head.epoch());
   return closed ? "OK replaced" : "OK";
 }
@@ -386,7 +356,6 @@ std::string Trial::GetStep(const std::string& id) {
 
 std::string Trial::Take(const std::string& id, const std::string& epoch) {
   const grpc::Status status = server_->Take(&Head(id), epoch);
-  if (status.ok()) DropReference(id);
   return Answer(status);
 }
 
@@ -406,10 +375,7 @@ std::string Trial::Restore(const std::string& checkpoint, const std::string& id)
   request.set_checkpoint(checkpoint);
   v1::Head restored;
   const grpc::Status status = server_->Call(&Heads::RestoreCheckpoint, request, &restored);
-  if (status.ok()) {
-    Head(id).head = restored;
-    DropReference(id);
-  }
+  if (status.ok()) Head(id).head = restored;
   return Answer(status);
 }
 
@@ -418,10 +384,7 @@ std::string Trial::SetWeights(uint32_t seed, const std::string& id) {
   const std::vector<float> values = Random(head.weight.size(), seed, 1);
   v1::Head updated;
   const grpc::Status status = server_->Upload(head.head, v1::HEAD_TENSOR_WEIGHT, values, &updated);
-  if (status.ok()) {
-    head.head = updated;
-    DropReference(id);
-  }
+  if (status.ok()) head.head = updated;
   return Answer(status);
 }
 
@@ -472,77 +435,9 @@ std::vector<std::string> Trial::MicroBatches() {
   return lines;
 }
 
-// ---- the reference ---------------------------------------------------------------------------------------------------
-
-Trial::ReferenceGradient Trial::ReferenceOf(const std::string& id) {
-  absl::MutexLock lock(&state_mutex_);
-  ReferenceGradient& gradient = reference_[id];
-  gradient.resize(static_cast<size_t>(kVocab * kHidden));
-  return gradient;
-}
-
-void Trial::AddToReference(const std::string& id, const ReferenceGradient& share) {
-  absl::MutexLock lock(&state_mutex_);
-  ReferenceGradient& gradient = reference_[id];
-  gradient.resize(share.size());
-  for (size_t i = 0; i < share.size(); ++i) gradient[i] += share[i];
-}
-
-void Trial::DropReference(const std::string& id) {
-  absl::MutexLock lock(&state_mutex_);
-  reference_.erase(id);
-}
-
 void Trial::Forget(const std::string& id) {
   absl::MutexLock lock(&state_mutex_);
   heads_.erase(id);
-}
-
-Batch Trial::Staged(int64_t id) const {
-  absl::MutexLock lock(&state_mutex_);
-  return staged_.at(id);
-}
-
-// The gradient of cross entropy, row by row: (softmax - one-hot) x.
-void Trial::AddReference(const Batch& batch, double factor, const std::vector<float>& token_factors) {
-  const std::vector<float> rows = Floats(RowsOf(batch));
-  for (const std::string& id : batch.heads) {
-    if (!Head(id).head.spec().trainable()) continue;
-    const std::vector<float> weight = Floats(server_->Weights(Head(id)));
-    ReferenceGradient share(static_cast<size_t>(kVocab * kHidden));
-    for (size_t row = 0; row < kRows; ++row) {
-      const float* const x = rows.data() + row * kHidden;
-      double sum = 0;
-      std::vector<double> exponentials(kVocab);
-      for (size_t v = 0; v < kVocab; ++v) {
-        double logit = 0;
-        for (size_t h = 0; h < kHidden; ++h) logit += static_cast<double>(x[h]) * weight[v * kHidden + h];
-        sum += exponentials[v] = std::exp(logit);
-      }
-      const double scale = batch.loss_scale * factor * (token_factors.empty() ? 1.0 : token_factors[row]);
-      for (size_t v = 0; v < kVocab; ++v) {
-        const double grad = exponentials[v] / sum - (static_cast<int32_t>(v) == kTargets[row] ? 1 : 0);
-        for (size_t h = 0; h < kHidden; ++h) share[v * kHidden + h] += scale * grad * x[h];
-      }
-    }
-    AddToReference(id, share);
-  }
-}
-
-void Trial::CheckReference() {
-  for (const std::string& id : HeadIds()) {
-    const TestHead& head = Head(id);
-    if (!head.head.spec().trainable() || head.head.spec().has_bias()) continue;
-    const ReferenceGradient expected = ReferenceOf(id);
-    const std::vector<float> actual = Floats(Gradient(id));
-    ASSERT_EQ(actual.size(), expected.size()) << id;
-    double difference = 0, norm = 0;
-    for (size_t i = 0; i < expected.size(); ++i) {
-      difference += (actual[i] - expected[i]) * (actual[i] - expected[i]);
-      norm += expected[i] * expected[i];
-    }
-    EXPECT_LE(std::sqrt(difference), 1e-5 * std::sqrt(norm)) << id;
-  }
 }
 
 void CompareStates(Trial& actual, Trial& expected) {

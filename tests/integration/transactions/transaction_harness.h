@@ -2,8 +2,8 @@
 //
 // A row's `story` runs against one server, with all its failures. Its `undisturbed` calls run against another server, with the
 // same shards, heads and weights: they are the ones that alone should have counted. CompareStates() then wants the same step, step
-// state, totals, accumulator and weights of every head, bitwise, and the micro-batches that the row lists. That the undisturbed
-// calls themselves add the right thing is checked against the gradient in fp64.
+// state, totals, accumulator and weights of every head, bitwise, and the micro-batches that the row lists. What the undisturbed
+// calls themselves add is for tests/e2e/python, which compares it with fp64.
 #ifndef HEADWATER_TESTS_INTEGRATION_TRANSACTIONS_TRANSACTION_HARNESS_H_
 #define HEADWATER_TESTS_INTEGRATION_TRANSACTIONS_TRANSACTION_HARNESS_H_
 
@@ -135,13 +135,12 @@ class OpenCall {
 // One server, and what a trainer believes of its heads.
 class Trial {
  public:
-  // `keeps_reference`: sums up in fp64 what its calls add.
-  Trial(const TrialSetup& setup, int shard_count, bool keeps_reference);
+  Trial(const TrialSetup& setup, int shard_count);
   ~Trial();
 
   WireServer& server() { return *server_; }
   ShardFault& fault() { return *fault_; }
-  const std::string& directory() const { return directory_; }  // of checkpoints, and the load root
+  const std::string& directory() const { return folder_.path(); }  // of checkpoints, and the load root
   int32_t last_rank() const { return shard_count_ - 1; }
   // The head of this id as the trainer knows it; made, with weights that follow from the id, when it is first asked for.
   TestHead& Head(const std::string& id = "student");
@@ -202,34 +201,20 @@ class Trial {
   std::vector<std::string> MicroBatches();
   std::string MicroBatch(int64_t id) { return Line(server_->Find(Head(), id)); }
 
-  // Fails the test unless every head's accumulator is what the calls of this trial should have added, by fp64.
-  void CheckReference();
-
  private:
-  // Rows and factors of what was added to a head's step, in fp64.
-  using ReferenceGradient = std::vector<double>;
-
   static std::string Line(const v1::MicroBatchState& state);
   v1::HeadStep At(const std::string& id, int64_t step) { return server_->At(Head(id), step); }
   std::string Answer(const grpc::Status& status, const std::string& detail = "");
-  void AddReference(const Batch& batch, double factor, const std::vector<float>& token_factors);
-  ReferenceGradient ReferenceOf(const std::string& id);
-  void AddToReference(const std::string& id, const ReferenceGradient& share);
-  void DropReference(const std::string& id);
-  Batch Staged(int64_t id) const;
 
   const TrialSetup setup_;
   const int32_t shard_count_;
-  const bool keeps_reference_;
-  std::string directory_;  // of checkpoints; empty without
+  const TemporaryDirectory folder_;
   std::shared_ptr<ShardFault> fault_;
   std::unique_ptr<WireServer> server_;
   mutable absl::Mutex state_mutex_;  // a story may make calls on several threads; what it does to one head it does in turn
   std::map<std::string, TestHead> heads_ ABSL_GUARDED_BY(state_mutex_);
   mutable absl::Mutex error_mutex_;
   WireError last_error_ ABSL_GUARDED_BY(error_mutex_);
-  std::map<std::string, ReferenceGradient> reference_ ABSL_GUARDED_BY(state_mutex_);
-  std::map<int64_t, Batch> staged_ ABSL_GUARDED_BY(state_mutex_);
 };
 
 // How most stories begin: micro-batch 0, eager, and the line that MicroBatches() has for it.
@@ -261,14 +246,8 @@ struct StepCall {
 const std::vector<StepCall>& StepCalls();
 
 // The rows, by subject.
-std::vector<TransactionRow> FormRows();     // how contributions are held; cancellation; slow uploaders
-std::vector<TransactionRow> ReplayRows();   // digests, attempts, tombstones
-std::vector<TransactionRow> SessionRows();  // ownership and leases
-std::vector<TransactionRow> StepRows();     // waiting, sealing, closing
-std::vector<TransactionRow> OwnerRows();    // the trainer's optimizer, its own part, versions
-std::vector<TransactionRow> TermRows();     // several terms in one micro-batch
-std::vector<TransactionRow> EpochRows();    // fencing, restart, restore
-std::vector<TransactionRow> ShardRows();    // decided once for all shards
+std::vector<TransactionRow> CallRows();  // how calls wait and end; shards that fail
+std::vector<TransactionRow> HeadRows();  // what heads keep: contributions, sessions, steps, epochs
 
 }  // namespace headwater::testing
 

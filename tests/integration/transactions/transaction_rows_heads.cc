@@ -1,7 +1,13 @@
-// What concerns whole heads: several in one micro-batch, take-over, restart, restore, failing shards.
+// Rows on what heads keep: contributions and their attempts, sessions, steps, epochs, and what comes back after a restart.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <utility>
+#include <chrono>
+#include <cmath>
+#include <future>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "absl/strings/escaping.h"
 #include "tests/integration/transactions/transaction_harness.h"
@@ -9,192 +15,32 @@
 namespace headwater::testing {
 namespace {
 
-const std::vector<std::string> kBoth = {"student", "aux"};
+void StageFirst(Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true}), "STAGED STAGED"); }
 
-void StageBoth(Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth, .explicit_commit = true}), "STAGED STAGED"); }
-
-void StageAndCommitBoth(Trial& t) {
-  StageBoth(t);
-  EXPECT_EQ(t.Commit({.id = 0, .heads = kBoth, .factor = 0.5}), "OK");
+void StageAndCommitFirst(Trial& t) {
+  StageFirst(t);
+  EXPECT_EQ(t.Commit({.id = 0}), "OK");
 }
 
-void MakeBoth(Trial& t) {
-  for (const std::string& id : kBoth) t.Head(id);
+// Attempt 1 of micro-batch 0 has other rows.
+void StageAndCommitSecond(Trial& t) {
+  EXPECT_EQ(t.Submit({.id = 0, .seed = 7, .explicit_commit = true}), "STAGED STAGED");
+  EXPECT_EQ(t.Commit({.id = 0}), "OK");
 }
 
-// ---- several terms ---------------------------------------------------------------------------------------------------
-
-// The head `aux` drops its share of a contribution by `drop`; the student keeps a tombstone, and can go on.
-TransactionRow DroppedBy(const std::string& what, const std::function<std::string(Trial&)>& drop,
-                         const std::function<void(Trial&)>& undisturbed, bool aux_stays) {
-  return {"DroppedInAllBy" + what,
-          "what one head of a micro-batch drops is dropped in all",
-          [drop, aux_stays](Trial& t) {
-            EXPECT_EQ(t.Save("beginning", "aux"), "OK") << "of aux, which is made by this";
-            StageBoth(t);
-            const TestHead old_aux = t.Head("aux");
-            EXPECT_EQ(drop(t), "OK");
-            EXPECT_EQ(t.MicroBatch(0), "0 DISCARDED STAGED");
-            EXPECT_EQ(t.Commit({.id = 0}), "MICRO_BATCH_DISCARDED");
-            if (aux_stays) {
-              const TestHead aux = t.Head("aux");
-              t.Head("aux") = old_aux;
-              const std::string answer = t.Commit({.id = 0, .heads = kBoth});
-              EXPECT_TRUE(answer == "EPOCH_FENCED" || answer == "STEP_MISMATCH" || answer == "MICRO_BATCH_DISCARDED") << answer;
-              t.Head("aux") = aux;
-            }
-            EXPECT_EQ(t.Submit({.id = 0}), "MICRO_BATCH_DISCARDED");
-            EXPECT_EQ(t.Submit({.id = 0, .attempt = 1, .explicit_commit = true}), "STAGED STAGED");  // the slot is free
-            EXPECT_EQ(t.Commit({.id = 0, .attempt = 1}), "OK");
-          },
-          [undisturbed](Trial& t) {
-            EXPECT_EQ(t.Save("beginning", "aux"), "OK");
-            EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true}), "STAGED STAGED");
-            EXPECT_EQ(t.Commit({.id = 0}), "OK");
-            undisturbed(t);
-          },
-          {"0 COMMITTED STAGED @1"},
-          {.checkpoints = true}};
+void StageAndCommitHalf(Trial& t) {
+  EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true}), "STAGED STAGED");
+  EXPECT_EQ(t.Commit({.id = 0, .factor = 0.5}), "OK");
 }
 
-std::vector<TransactionRow> TogetherRows() {
-  std::vector<TransactionRow> rows;
-  rows.push_back({"TermsCommitTogether",
-                  "all terms commit together",
-                  [](Trial& t) {
-                    const LossReply reply = t.Compute({.id = 0, .heads = kBoth});
-                    EXPECT_EQ(ReasonOf(reply.status), "OK");
-                    EXPECT_EQ(reply.summary.terms_size(), 2);
-                    EXPECT_EQ(reply.grad_hidden.size(), 60U);
-                    EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth}), "COMMITTED DIRECT replayed");
-                  },
-                  [](Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth}), "COMMITTED DIRECT"); },
-                  {"aux: 0 COMMITTED DIRECT", kEagerLine}});
-  rows.push_back(
-      {"TheDecisionNamesAllHeads",
-       "a commit or discard names exactly the micro-batch's trainable heads",
-       [](Trial& t) {
-         StageBoth(t);
-         t.Head("third");
-         for (const std::vector<std::string>& heads : {std::vector<std::string>{"student"}, {"aux"}, {"student", "student"}}) {
-           EXPECT_EQ(t.Commit({.id = 0, .heads = heads}), "INVALID_COMBINATION");
-           EXPECT_EQ(t.Discard({.id = 0, .heads = heads}), "INVALID_COMBINATION");
-         }
-         EXPECT_EQ(t.Commit({.id = 0, .heads = {"student", "aux", "third"}}), "INVALID_COMBINATION");
-         EXPECT_EQ(t.Discard({.id = 0, .heads = {"student", "aux", "third"}}), "INVALID_COMBINATION");
-         EXPECT_EQ(t.Commit({.id = 0, .heads = {"aux", "student"}, .factor = 0.5}), "OK");
-         EXPECT_EQ(t.Commit({.id = 0, .heads = kBoth, .factor = 0.5}), "OK replayed");
-         EXPECT_EQ(t.Commit({.id = 0, .heads = kBoth, .factor = 0.25}), "MICRO_BATCH_CONFLICT");
-       },
-       [](Trial& t) {
-         StageAndCommitBoth(t);
-         t.Head("third");
-       },
-       {"aux: 0 COMMITTED STAGED", "0 COMMITTED STAGED"}});
-  rows.push_back({"TermsAreDiscardedTogether",
-                  "a discard drops the contribution in all heads",
-                  [](Trial& t) {
-                    StageBoth(t);
-                    EXPECT_EQ(t.Discard({.id = 0, .heads = kBoth}), "OK dropped");
-                    EXPECT_EQ(t.Discard({.id = 0, .heads = kBoth}), "OK");
-                    EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth}), "MICRO_BATCH_DISCARDED");
-                  },
-                  MakeBoth,
-                  {"aux: 0 DISCARDED STAGED", "0 DISCARDED STAGED"}});
-  rows.push_back(
-      {"HeldTermsCommitTogether",
-       "the same for what is held, with token factors for all terms",
-       [](Trial& t) {
-         EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth, .explicit_commit = true, .late_token_factors = true}), "STAGED HELD");
-         EXPECT_EQ(t.Commit({.id = 0, .heads = {"aux"}}), "INVALID_COMBINATION");
-         EXPECT_EQ(t.Commit({.id = 0, .heads = kBoth, .token_factors = {1, 0.5F, -2}}), "OK");
-       },
-       [](Trial& t) {
-         EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth, .explicit_commit = true, .late_token_factors = true}), "STAGED HELD");
-         EXPECT_EQ(t.Commit({.id = 0, .heads = kBoth, .token_factors = {1, 0.5F, -2}}), "OK");
-       },
-       {"aux: 0 COMMITTED HELD", "0 COMMITTED HELD"}});
-  rows.push_back({"OneHeadRefusesForAll",
-                  "all heads take a micro-batch or none does",
-                  [](Trial& t) {
-                    MakeBoth(t);
-                    EXPECT_EQ(t.Submit({.id = 7, .heads = {"aux"}, .explicit_commit = true}), "STAGED STAGED");
-                    EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth, .explicit_commit = true}), "STAGING_FULL");
-                    EXPECT_EQ(t.Discard({.id = 7, .heads = {"aux"}}), "OK dropped");
-                    EXPECT_EQ(t.Discard({.id = 0, .heads = {"aux"}}), "OK");
-                    EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth}), "MICRO_BATCH_DISCARDED");
-                    EXPECT_EQ(t.Submit({.id = 1, .heads = kBoth, .refuse_non_finite = true, .has_nan = true}), "NON_FINITE_VALUES");
-                    EXPECT_EQ(t.Submit({.id = 2}), "COMMITTED DIRECT");
-                    EXPECT_EQ(t.Submit({.id = 2, .heads = kBoth}), "MICRO_BATCH_CONFLICT");
-                    EXPECT_EQ(t.Submit({.id = 2, .heads = kBoth, .first_wins = true}), "MICRO_BATCH_CONFLICT");
-                    EXPECT_EQ(t.Seal({.head = "aux"}), "OK");
-                    EXPECT_EQ(t.Submit({.id = 3, .heads = kBoth}), "STEP_SEALED");
-                  },
-                  [](Trial& t) {
-                    EXPECT_EQ(t.Submit({.id = 2}), "COMMITTED DIRECT");
-                    EXPECT_EQ(t.Seal({.head = "aux"}), "OK");
-                  },
-                  {"aux: 0 DISCARDED", "aux: 7 DISCARDED STAGED", "2 COMMITTED DIRECT"}});
-  rows.push_back({"OneHeadHasNoSlot",
-                  "all are HELD if one of them finds no slot",
-                  [](Trial& t) {
-                    MakeBoth(t);
-                    EXPECT_EQ(t.Submit({.id = 7, .heads = {"aux"}, .explicit_commit = true}), "STAGED STAGED");
-                    EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth, .explicit_commit = true, .allow_held = true}), "STAGED HELD");
-                    EXPECT_EQ(t.Submit({.id = 8, .explicit_commit = true}), "STAGED STAGED");  // the student's slot is free
-                    EXPECT_EQ(t.Commit({.id = 0, .heads = kBoth}), "OK");
-                    EXPECT_EQ(t.Discard({.id = 7, .heads = {"aux"}}), "OK dropped");
-                    EXPECT_EQ(t.Discard({.id = 8}), "OK dropped");
-                  },
-                  [](Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth}), "COMMITTED DIRECT"); },
-                  {"aux: 0 COMMITTED HELD", "aux: 7 DISCARDED STAGED", "0 COMMITTED HELD", "8 DISCARDED STAGED"}});
-  rows.push_back({"AHigherAttemptAbortsAll",
-                  "a higher attempt aborts the lower one in all heads",
-                  [](Trial& t) {
-                    EXPECT_EQ(t.Submit({.id = 0, .seed = 7, .heads = kBoth, .explicit_commit = true}), "STAGED STAGED");
-                    EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth, .attempt = 1, .explicit_commit = true}), "STAGED STAGED");
-                    EXPECT_EQ(t.Commit({.id = 0, .heads = kBoth}), "ATTEMPT_SUPERSEDED");
-                    EXPECT_EQ(t.Commit({.id = 0, .heads = kBoth, .attempt = 1, .factor = 0.5}), "OK");
-                  },
-                  StageAndCommitBoth,
-                  {"aux: 0 COMMITTED STAGED @1", "0 COMMITTED STAGED @1"}});
-  const auto one_head_twice = [](int64_t second_step) {
-    return [second_step](v1::MicroBatchHeader& header) {
-      v1::LossTerm second = header.terms(0);
-      second.set_row_start(1);
-      second.set_row_count(2);
-      *second.mutable_targets() = Int32Tensor({4, 5});
-      second.mutable_head()->set_step(second_step);
-      *header.add_terms() = second;
-    };
-  };
-  rows.push_back({"OneHeadInTwoTerms",
-                  "terms that name the same head name the same step and epoch of it",
-                  [one_head_twice](Trial& t) {
-                    EXPECT_EQ(t.SubmitEdited({.id = 0}, one_head_twice(1)), "INVALID_COMBINATION");
-                    EXPECT_EQ(t.SubmitEdited({.id = 0, .explicit_commit = true}, one_head_twice(0)), "STAGED STAGED");
-                    EXPECT_EQ(t.Discard({.id = 0}), "OK dropped");
-                    EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED DIRECT");
-                  },
-                  [](Trial& t) { EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED DIRECT"); },
-                  {"0 DISCARDED STAGED", "1 COMMITTED DIRECT"}});
-  return rows;
+void SealFirst(Trial& t) {
+  SubmitFirst(t);
+  EXPECT_EQ(t.Seal({.ids = {0}}), "OK");
 }
 
-// ---- take-over, restart, restore -------------------------------------------------------------------------------------
-
-// Every call that carries an epoch, with what the trainer believes: all are answered `reason`.
-void ExpectRefused(Trial& t, int64_t step, const std::string& reason) {
-  for (const StepCall& call : StepCalls()) EXPECT_EQ(call.call(t, "student", step), reason) << call.name;
-  EXPECT_EQ(t.GetStep(), reason);
-  EXPECT_EQ(t.Save("by-a-zombie"), reason);
-}
-
-// The same for what a trainer believes that has been replaced since.
-void ExpectFenced(Trial& t, const TestHead& zombie, int64_t step) {
-  const TestHead heir = std::exchange(t.Head(), zombie);
-  ExpectRefused(t, step, "EPOCH_FENCED");
-  t.Head() = heir;
+void ReplaceFirst(Trial& t) {
+  SealFirst(t);
+  EXPECT_EQ(t.Replace({}), "OK replaced");
 }
 
 void ApplyOneStep(Trial& t) {
@@ -207,10 +53,427 @@ void ApplyOneStepAndSubmit(Trial& t) {
   EXPECT_EQ(t.Submit({.id = 0, .step = 1}), "COMMITTED DIRECT");
 }
 
+void SpellOutDefaults(v1::MicroBatchHeader& header) {
+  header.mutable_terms(0)->set_loss_scale(1);
+  header.mutable_terms(0)->set_ignore_index(-100);
+  header.mutable_terms(0)->set_row_count(3);
+  header.set_grad_hidden_data_type(v1::DATA_TYPE_FLOAT32);
+  header.set_return_grad_hidden(true);
+  header.set_commit_mode(v1::COMMIT_MODE_EAGER);
+}
+
+void Sleep(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
+
 const TrialSetup kWithCheckpoints = {.checkpoints = true};
 
-std::vector<TransactionRow> FencingRows() {
+// ---- contributions ---------------------------------------------------------------------------------------------------
+
+std::vector<TransactionRow> ContributionRows() {
+  const std::vector<std::string> both = {"student", "aux"};
   std::vector<TransactionRow> rows;
+  rows.push_back({"ExplicitIsStaged",
+                  "STAGED: EXPLICIT; what the products need is kept until the commit, which brings a factor",
+                  [](Trial& t) {
+                    const std::string before = t.Gradient();
+                    EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true}), "STAGED STAGED");
+                    EXPECT_EQ(t.MicroBatch(0), "0 STAGED STAGED");
+                    EXPECT_EQ(t.Gradient(), before);
+                    EXPECT_EQ(t.server().Steps(t.Head()).open().totals().micro_batch_count(), 0);
+                    EXPECT_EQ(t.Commit({.id = 0, .factor = 0.5}), "OK");
+                    EXPECT_EQ(t.Commit({.id = 0, .factor = 0.5}), "OK replayed");
+                    EXPECT_EQ(t.Commit({.id = 0, .factor = 0.25}), "MICRO_BATCH_CONFLICT");
+                    EXPECT_EQ(t.Discard({.id = 0}), "MICRO_BATCH_CONFLICT");
+                    EXPECT_EQ(t.server().Find(t.Head(), 0).factor(), 0.5);
+                  },
+                  StageAndCommitHalf,
+                  {"0 COMMITTED STAGED"}});
+  rows.push_back({"NoSlotButAllowed",
+                  "HELD: no slot free and the request allows it: the products run at commit",
+                  [](Trial& t) {
+                    const std::string before = t.Gradient();
+                    EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true, .allow_held = true}), "STAGED STAGED");
+                    const LossReply held = t.Compute({.id = 1, .explicit_commit = true, .allow_held = true});
+                    EXPECT_EQ(held.summary.form(), v1::CONTRIBUTION_FORM_HELD);
+                    EXPECT_EQ(held.grad_hidden.size(), 60U);
+                    EXPECT_EQ(held.summary.terms_size(), 1);
+                    for (const auto& term : held.summary.terms()) EXPECT_GT(term.sums().loss_sum(), 0);
+                    EXPECT_EQ(t.MicroBatch(1), "1 STAGED HELD");
+                    EXPECT_TRUE(t.AwaitMetric("headwater_micro_batches_total{outcome=\"held\"}", 1));
+                    EXPECT_EQ(t.Gradient(), before);
+                    EXPECT_EQ(t.Commit({.id = 1}), "OK");
+                    EXPECT_EQ(t.Commit({.id = 1}), "OK replayed");
+                    EXPECT_EQ(t.Commit({.id = 0, .factor = 0.5}), "OK");
+                    EXPECT_TRUE(t.AwaitMetric("headwater_held_bytes", 0));
+                  },
+                  [](Trial& t) {
+                    EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED DIRECT");
+                    StageAndCommitHalf(t);
+                  },
+                  {"0 COMMITTED STAGED", "1 COMMITTED HELD"}});
+  const std::vector<float> factors = {2.0F, -1.0F, 0.25F};
+  rows.push_back({"LateTokenFactors",
+                  "HELD: EXPLICIT with late token_factors, though slots are free",
+                  [factors](Trial& t) {
+                    EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true, .late_token_factors = true}), "STAGED HELD");
+                    EXPECT_EQ(t.Commit({.id = 0, .token_factors = {1, 2}}), "SHAPE_MISMATCH");
+                    EXPECT_EQ(t.Commit({.id = 0, .token_factors = {1, 2, NAN}}), "INVALID_FIELD");
+                    EXPECT_EQ(t.MicroBatch(0), "0 STAGED HELD");
+                    EXPECT_EQ(t.Commit({.id = 0, .factor = 0.5, .token_factors = factors}), "OK");
+                    EXPECT_EQ(t.Commit({.id = 0, .factor = 0.5, .token_factors = factors}), "OK replayed");
+                    EXPECT_EQ(t.Commit({.id = 0, .factor = 0.5}), "MICRO_BATCH_CONFLICT");
+                    EXPECT_EQ(t.Commit({.id = 0, .factor = 0.5, .token_factors = {2, -1, 0.5F}}), "MICRO_BATCH_CONFLICT");
+                  },
+                  [factors](Trial& t) {
+                    EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true, .late_token_factors = true}), "STAGED HELD");
+                    EXPECT_EQ(t.Commit({.id = 0, .factor = 0.5, .token_factors = factors}), "OK");
+                  },
+                  {"0 COMMITTED HELD"}});
+  rows.push_back(
+      {"HeldTermsCommitTogether",
+       "all terms commit together, with token factors for each",
+       [both](Trial& t) {
+         EXPECT_EQ(t.Submit({.id = 0, .heads = both, .explicit_commit = true, .late_token_factors = true}), "STAGED HELD");
+         EXPECT_EQ(t.Commit({.id = 0, .heads = {"aux"}}), "INVALID_COMBINATION");
+         EXPECT_EQ(t.Commit({.id = 0, .heads = both, .token_factors = {1, 0.5F, -2}}), "OK");
+       },
+       [both](Trial& t) {
+         EXPECT_EQ(t.Submit({.id = 0, .heads = both, .explicit_commit = true, .late_token_factors = true}), "STAGED HELD");
+         EXPECT_EQ(t.Commit({.id = 0, .heads = both, .token_factors = {1, 0.5F, -2}}), "OK");
+       },
+       {"aux: 0 COMMITTED HELD", "0 COMMITTED HELD"}});
+  rows.push_back(
+      {"SameDigest", "same key, same digest: the answer is computed again, nothing is added, replayed = true", [](Trial& t) {
+         const LossReply first = t.Compute({.id = 0});
+         const LossReply second = t.Compute({.id = 0});
+         EXPECT_TRUE(second.summary.replayed());
+         EXPECT_EQ(second.grad_hidden, first.grad_hidden);
+         EXPECT_EQ(second.summary.digest(), first.summary.digest());
+         EXPECT_EQ(second.summary.terms(0).sums().SerializeAsString(), first.summary.terms(0).sums().SerializeAsString());
+         EXPECT_EQ(t.Submit({.id = 0, .first_wins = true}), "COMMITTED DIRECT replayed");
+       }});
+  rows.push_back(
+      {"DigestCoversNotTransport", "the digest covers the canonical header and the rows, not transport or attempt", [](Trial& t) {
+         SubmitFirst(t);
+         EXPECT_TRUE(t.Compute({.id = 0}, {.chunk_rows = 1, .reversed = true}).summary.replayed());
+         EXPECT_EQ(t.Submit({.id = 0, .attempt = 3}), "COMMITTED DIRECT replayed");
+         EXPECT_EQ(t.SubmitEdited({.id = 0}, SpellOutDefaults), "COMMITTED DIRECT replayed");
+         EXPECT_EQ(t.Submit({.id = 0}), "COMMITTED DIRECT replayed");
+       }});
+  rows.push_back(
+      {"FirstWins", "other digest with FIRST_WINS: computed and answered, nothing added, payload_differs = true", [](Trial& t) {
+         SubmitFirst(t);
+         const LossReply reply = t.Compute({.id = 0, .seed = 7, .first_wins = true});
+         EXPECT_TRUE(reply.summary.payload_differs());
+         EXPECT_FALSE(reply.summary.replayed());
+         EXPECT_EQ(reply.grad_hidden.size(), 60U);
+       }});
+  rows.push_back({"AHigherAttemptAborts",
+                  "a higher attempt aborts what a lower one has not committed, a lower one is refused",
+                  [](Trial& t) {
+                    StageFirst(t);
+                    EXPECT_EQ(t.Submit({.id = 0, .seed = 7, .attempt = 1, .explicit_commit = true}), "STAGED STAGED");
+                    EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true}), "ATTEMPT_SUPERSEDED");
+                    EXPECT_EQ(t.last_error().at("knownAttempt"), "1");
+                    EXPECT_EQ(t.last_error().code, grpc::StatusCode::ABORTED);
+                    EXPECT_TRUE(t.AwaitMetric("headwater_micro_batches_total{outcome=\"superseded\"}", 1));
+                    EXPECT_EQ(t.Commit({.id = 0}), "ATTEMPT_SUPERSEDED");
+                    EXPECT_EQ(t.Discard({.id = 0}), "ATTEMPT_SUPERSEDED");
+                    EXPECT_EQ(t.Commit({.id = 0, .attempt = 2}), "MICRO_BATCH_NOT_FOUND");
+                    EXPECT_EQ(t.Commit({.id = 0, .attempt = 1}), "OK");
+                    EXPECT_EQ(t.Commit({.id = 0, .attempt = 2}), "OK replayed");  // as attempt 2 of the micro-batch would be
+                  },
+                  StageAndCommitSecond,
+                  {"0 COMMITTED STAGED @1"}});
+  rows.push_back({"ItsHeaderIsEnough",
+                  "a higher attempt takes effect once its header is accepted, though its rows never come",
+                  [](Trial& t) {
+                    StageFirst(t);
+                    const auto call = t.Open({.id = 0, .attempt = 2, .explicit_commit = true}, 1);
+                    EXPECT_TRUE(Await([&] { return t.MicroBatch(0) == "0 UNSPECIFIED @2"; })) << t.MicroBatch(0);
+                    EXPECT_EQ(t.Commit({.id = 0}), "ATTEMPT_SUPERSEDED");
+                    EXPECT_EQ(t.Commit({.id = 0, .attempt = 2}), "MICRO_BATCH_NOT_FOUND");
+                    EXPECT_EQ(t.Submit({.id = 1, .explicit_commit = true}), "STAGED STAGED");  // the slot is free
+                    EXPECT_EQ(t.Discard({.id = 1}), "OK dropped");
+                    t.Cancel(*call);
+                    EXPECT_TRUE(t.NothingInFlight());
+                    EXPECT_EQ(t.Submit({.id = 0, .attempt = 1, .explicit_commit = true}), "ATTEMPT_SUPERSEDED");
+                    EXPECT_EQ(t.Submit({.id = 0, .attempt = 2, .explicit_commit = true}), "STAGED STAGED");
+                    EXPECT_EQ(t.Commit({.id = 0, .attempt = 2}), "OK");
+                  },
+                  StageAndCommitFirst,
+                  {"0 COMMITTED STAGED @2", "1 DISCARDED STAGED"}});
+  rows.push_back({"ARunningLowerOneGivesWay",
+                  "a running lower attempt ends with ATTEMPT_SUPERSEDED before the point of no return",
+                  [](Trial& t) {
+                    t.Head();
+                    t.server().gate().Close();
+                    const auto lower = t.Open({.id = 0, .explicit_commit = true}, 3);
+                    t.server().gate().AwaitWaiting();
+                    const auto higher = t.Open({.id = 0, .seed = 7, .attempt = 1, .explicit_commit = true}, 3);
+                    EXPECT_TRUE(t.AwaitMetric("headwater_in_flight_bytes", 240));  // its header has come
+                    Sleep(100);                                                    // and waits for the lower one
+                    t.server().gate().Open();
+                    EXPECT_EQ(lower->End(), "ATTEMPT_SUPERSEDED");
+                    EXPECT_EQ(higher->End(), "STAGED STAGED");
+                    EXPECT_EQ(t.Commit({.id = 0, .attempt = 1}), "OK");
+                  },
+                  StageAndCommitSecond,
+                  {"0 COMMITTED STAGED @1"}});
+  rows.push_back({"AddGradientIsAContribution",
+                  "AddGradient adds a trainer's own part as a contribution: once",
+                  [](Trial& t) {
+                    SubmitFirst(t);
+                    EXPECT_EQ(t.AddPart({.id = 5, .factor = 0.5}), "OK");
+                    EXPECT_EQ(t.AddPart({.id = 5, .factor = 0.5}), "OK replayed");
+                    EXPECT_EQ(t.AddPart({.id = 5, .factor = 0.5, .attempt = 3}), "OK replayed");
+                    EXPECT_EQ(t.AddPart({.id = 5, .factor = 0.25}), "MICRO_BATCH_CONFLICT");
+                    EXPECT_EQ(t.AddPart({.id = 5, .row_start = 1, .factor = 0.5}), "MICRO_BATCH_CONFLICT");
+                    EXPECT_EQ(t.AddPart({.id = 5, .seed = 3, .factor = 0.5}), "MICRO_BATCH_CONFLICT");
+                    EXPECT_EQ(t.AddPart({.id = 0}), "MICRO_BATCH_CONFLICT");
+                    EXPECT_EQ(t.Submit({.id = 5}), "MICRO_BATCH_CONFLICT");
+                    EXPECT_EQ(t.Seal({.ids = {0}}), "MICRO_BATCH_UNEXPECTED");
+                    EXPECT_EQ(t.Discard({.id = 5}), "MICRO_BATCH_CONFLICT");
+                    EXPECT_EQ(t.Seal({.ids = {0, 5}}), "OK");
+                    EXPECT_EQ(t.AddPart({.id = 5, .factor = 0.5}), "OK replayed");
+                  },
+                  [](Trial& t) {
+                    SubmitFirst(t);
+                    EXPECT_EQ(t.AddPart({.id = 5, .factor = 0.5}), "OK");
+                    EXPECT_EQ(t.Seal({.ids = {0, 5}}), "OK");
+                  },
+                  {kEagerLine, "5 COMMITTED DIRECT"}});
+  rows.push_back({"ANonFiniteGradientChangesNothing",
+                  "ApplyOptimizerStep: a non-finite gradient changes nothing",
+                  [](Trial& t) {
+                    const LossReply reply = t.Compute({.id = 0, .has_nan = true});
+                    EXPECT_EQ(reply.summary.form(), v1::CONTRIBUTION_FORM_DIRECT);
+                    for (const auto& term : reply.summary.terms()) EXPECT_EQ(term.non_finite_row_count(), 1);
+                    v1::SealStepResponse sealed;
+                    EXPECT_EQ(ReasonOf(t.server().Seal(t.Head(), 0, {0}, &sealed)), "OK");
+                    EXPECT_GT(sealed.non_finite_count(), 0);
+                    EXPECT_EQ(sealed.totals().non_finite_row_count(), 1);
+                    EXPECT_EQ(t.Apply({.ids = {0}}), "NON_FINITE_GRADIENT");
+                    EXPECT_EQ(t.Apply({.ids = {0}}), "NON_FINITE_GRADIENT");
+                    EXPECT_EQ(t.DiscardGradient({}), "OK");
+                    EXPECT_EQ(t.Submit({.id = 0, .step = 1}), "COMMITTED DIRECT");
+                  },
+                  [](Trial& t) {
+                    EXPECT_EQ(t.DiscardGradient({}), "OK");
+                    EXPECT_EQ(t.Submit({.id = 0, .step = 1}), "COMMITTED DIRECT");
+                  },
+                  {kEagerLine}});
+  rows.push_back({"GetStepTellsTheLastClosed",
+                  "GetStep: open and last closed step, each micro-batch's attempt, state, digest, counts",
+                  [](Trial& t) {
+                    const LossReply reply = t.Compute({.id = 0, .attempt = 2});
+                    EXPECT_EQ(t.Discard({.id = 1}), "OK");
+                    EXPECT_EQ(t.Apply({.ids = {0}}), "OK");
+                    const v1::GetStepResponse steps = t.server().Steps(t.Head());
+                    EXPECT_EQ(steps.open().step(), 1);
+                    EXPECT_EQ(steps.open().micro_batches_size(), 0);
+                    const v1::Step& closed = steps.last_closed();
+                    EXPECT_EQ(closed.step(), 0);
+                    EXPECT_EQ(closed.state(), v1::STEP_STATE_APPLIED);
+                    EXPECT_EQ(closed.totals().micro_batch_count(), 1);
+                    EXPECT_EQ(closed.totals().valid_token_count(), 3);
+                    EXPECT_EQ(closed.totals().loss_sum(), reply.summary.terms(0).sums().loss_sum());
+                    EXPECT_EQ(closed.totals().token_weight_sum(), 3);
+                    EXPECT_EQ(closed.micro_batches_size(), 2);
+                    if (closed.micro_batches_size() != 2) return;
+                    EXPECT_EQ(closed.micro_batches(0).attempt(), 2);
+                    EXPECT_EQ(closed.micro_batches(0).state(), v1::CONTRIBUTION_STATE_COMMITTED);
+                    EXPECT_EQ(closed.micro_batches(0).digest(), reply.summary.digest());
+                    EXPECT_EQ(closed.micro_batches(0).valid_token_count(), 3);
+                    EXPECT_EQ(closed.micro_batches(0).factor(), 1);
+                    EXPECT_EQ(closed.micro_batches(1).state(), v1::CONTRIBUTION_STATE_DISCARDED);
+                  },
+                  ApplyOneStep,
+                  {}});
+  return rows;
+}
+
+// ---- sessions --------------------------------------------------------------------------------------------------------
+
+std::vector<TransactionRow> SessionRows() {
+  std::vector<TransactionRow> rows;
+  rows.push_back({"TheOwnerDecides",
+                  "a session owns its uncommitted contributions: NOT_SESSION_OWNER for everybody else",
+                  [](Trial& t) {
+                    const std::string owner = t.OpenSession();
+                    const std::string other = t.OpenSession();
+                    EXPECT_NE(owner, other);
+                    EXPECT_EQ(owner.size(), 32U);
+                    EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true, .session = owner}), "STAGED STAGED");
+                    for (const std::string& session : {other, std::string()}) {
+                      EXPECT_EQ(t.Commit({.id = 0, .session = session}), "NOT_SESSION_OWNER");
+                      EXPECT_EQ(t.last_error().code, grpc::StatusCode::PERMISSION_DENIED);
+                      EXPECT_EQ(t.Discard({.id = 0, .session = session}), "NOT_SESSION_OWNER");
+                    }
+                    EXPECT_EQ(t.MicroBatch(0), "0 STAGED STAGED");
+                    EXPECT_EQ(t.Commit({.id = 0, .session = owner}), "OK");
+                    EXPECT_EQ(t.CloseSession(owner), "OK");
+                  },
+                  StageAndCommitFirst,
+                  {"0 COMMITTED STAGED"}});
+  rows.push_back({"TheLeaseEnds",
+                  "when the lease ends its uncommitted contributions go (committed ones stay)",
+                  [](Trial& t) {
+                    const std::string session = t.OpenSession(1500);
+                    EXPECT_EQ(t.Submit({.id = 0, .session = session}), "COMMITTED DIRECT");
+                    EXPECT_EQ(t.Submit({.id = 1, .explicit_commit = true, .session = session}), "STAGED STAGED");
+                    EXPECT_EQ(t.Submit({.id = 2, .explicit_commit = true, .late_token_factors = true, .session = session}),
+                              "STAGED HELD");
+                    EXPECT_TRUE(Await([&] { return t.MicroBatch(2) == "2 DISCARDED HELD"; })) << t.MicroBatch(2);
+                    EXPECT_EQ(t.MicroBatch(1), "1 DISCARDED STAGED");
+                    EXPECT_TRUE(t.AwaitMetric("headwater_held_bytes", 0));
+                    EXPECT_TRUE(t.AwaitMetric("headwater_sessions_ended_total{how=\"expired\"}", 1));
+                    EXPECT_TRUE(t.AwaitMetric("headwater_session_discards_total{how=\"expired\"}", 2));
+                    EXPECT_EQ(t.KeepAlive(session), "SESSION_NOT_FOUND");
+                    EXPECT_EQ(t.Commit({.id = 1, .session = session}), "SESSION_NOT_FOUND");
+                    EXPECT_EQ(t.Commit({.id = 1}), "MICRO_BATCH_DISCARDED");
+                    EXPECT_EQ(t.Submit({.id = 1}), "MICRO_BATCH_DISCARDED");
+                    EXPECT_EQ(t.Submit({.id = 1, .attempt = 1}), "COMMITTED DIRECT");
+                  },
+                  [](Trial& t) {
+                    SubmitFirst(t);
+                    EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED DIRECT");
+                  },
+                  {kEagerLine, "1 COMMITTED DIRECT @1", "2 DISCARDED HELD"}});
+  rows.push_back({"TheLeaseIsRenewed",
+                  "a lease is renewed by any call or KeepAlive",
+                  [](Trial& t) {
+                    const std::string kept = t.OpenSession(3000), busy = t.OpenSession(3000);
+                    const Batch held = {.id = 1, .explicit_commit = true, .late_token_factors = true, .session = busy};
+                    EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true, .session = kept}), "STAGED STAGED");
+                    EXPECT_EQ(t.Submit(held), "STAGED HELD");
+                    Sleep(1600);
+                    EXPECT_EQ(t.KeepAlive(kept), "OK");
+                    EXPECT_EQ(t.Submit(held), "STAGED HELD replayed");
+                    Sleep(1600);
+                    EXPECT_EQ(t.Commit({.id = 0, .session = kept}), "OK");
+                    EXPECT_EQ(t.Commit({.id = 1, .session = busy}), "OK");
+                  },
+                  [](Trial& t) {
+                    StageAndCommitFirst(t);
+                    EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED DIRECT");
+                  },
+                  {"0 COMMITTED STAGED", "1 COMMITTED HELD"}});
+  rows.push_back({"NoLeaseEndsWhileACallRuns",
+                  "a session never ends while one of its calls runs",
+                  [](Trial& t) {
+                    const std::string session = t.OpenSession(1200);
+                    t.Head();
+                    t.server().gate().Close();
+                    const auto call = t.Open({.id = 0, .explicit_commit = true, .session = session}, 3);
+                    t.server().gate().AwaitWaiting();
+                    Sleep(1500);
+                    t.server().gate().Open();
+                    EXPECT_EQ(call->End(), "STAGED STAGED");
+                    EXPECT_EQ(t.Commit({.id = 0, .session = session}), "OK");
+                  },
+                  StageAndCommitFirst,
+                  {"0 COMMITTED STAGED"}});
+  rows.push_back({"TheSessionIsClosed",
+                  "a closed session's uncommitted contributions go; closing again is no error",
+                  [](Trial& t) {
+                    const std::string session = t.OpenSession();
+                    const std::string other = t.OpenSession();
+                    EXPECT_EQ(t.Submit({.id = 0, .session = session}), "COMMITTED DIRECT");
+                    EXPECT_EQ(t.Submit({.id = 1, .explicit_commit = true, .session = session}), "STAGED STAGED");
+                    EXPECT_EQ(t.CloseSession(other), "OK");
+                    EXPECT_EQ(t.MicroBatch(1), "1 STAGED STAGED");
+                    EXPECT_EQ(t.CloseSession(session), "OK");
+                    EXPECT_EQ(t.CloseSession(session), "OK");
+                    EXPECT_EQ(t.MicroBatch(1), "1 DISCARDED STAGED");
+                    EXPECT_TRUE(t.AwaitMetric("headwater_session_discards_total{how=\"closed\"}", 1));
+                    EXPECT_TRUE(t.AwaitMetric("headwater_session_discards_total{how=\"expired\"}", 0));
+                    EXPECT_EQ(t.Submit({.id = 2, .session = session}), "SESSION_NOT_FOUND");
+                    EXPECT_EQ(t.KeepAlive(session), "SESSION_NOT_FOUND");
+                  },
+                  SubmitFirst,
+                  {kEagerLine, "1 DISCARDED STAGED"}});
+  rows.push_back({"TheSessionIsClosedWhileACallRuns",
+                  "so do those of calls that are running then, when they end",
+                  [](Trial& t) {
+                    const std::string session = t.OpenSession();
+                    t.Head();
+                    t.server().gate().Close();
+                    const auto call = t.Open({.id = 0, .explicit_commit = true, .session = session}, 3);
+                    t.server().gate().AwaitWaiting();
+                    auto close = std::async(std::launch::async, [&] { return t.CloseSession(session); });
+                    EXPECT_TRUE(Await([&] { return t.KeepAlive(session) == "SESSION_NOT_FOUND"; }));
+                    t.server().gate().Open();
+                    call->End();
+                    EXPECT_EQ(close.get(), "OK");
+                    EXPECT_TRUE(Await([&] { return t.MicroBatch(0) == "0 DISCARDED STAGED"; })) << t.MicroBatch(0);
+                  },
+                  [](Trial& t) { t.Head(); },
+                  {"0 DISCARDED STAGED"}});
+  return rows;
+}
+
+// ---- new weights, take-over, restart ---------------------------------------------------------------------------------
+
+// An upload into the shadow that ends before its last byte.
+void CutReplacement(Trial& t, uint32_t seed) {
+  grpc::ClientContext context;
+  const auto stream = t.server().heads().UploadWeights(&context);
+  v1::UploadWeightsRequest request;
+  *request.mutable_header() = UploadHeader(t.Head().head, "cut");
+  request.mutable_header()->set_closes_step(0);
+  v1::UploadWeightsResponse response;
+  stream->Write(request);
+  stream->Read(&response);
+  request.mutable_chunk()->set_data(Bytes(Random(65, seed, 1)).substr(0, 128));
+  stream->Write(request);
+  context.TryCancel();
+  stream->Finish();
+}
+
+// Every call that carries an epoch, with what the trainer believes: all are answered `reason`.
+void ExpectRefused(Trial& t, int64_t step, const std::string& reason) {
+  for (const StepCall& call : StepCalls()) EXPECT_EQ(call.call(t, "student", step), reason) << call.name;
+  EXPECT_EQ(t.GetStep(), reason);
+  EXPECT_EQ(t.Save("by-a-zombie"), reason);
+}
+
+std::vector<TransactionRow> EpochRows() {
+  std::vector<TransactionRow> rows;
+  rows.push_back({"NewWeightsCloseTheStep",
+                  "UploadWeights{closes_step}: swapped in whole, the epoch stays, step + 1 is open",
+                  [](Trial& t) {
+                    SealFirst(t);
+                    const int64_t version = t.server().Get(t.Head().name()).weight_version();
+                    EXPECT_EQ(t.Replace({}), "OK replaced");
+                    EXPECT_EQ(t.server().Steps(t.Head()).last_closed().state(), v1::STEP_STATE_REPLACED);
+                    EXPECT_EQ(t.server().Get(t.Head().name()).weight_version(), version + 1);
+                    EXPECT_EQ(t.Replace({}), "OK replaced");
+                    EXPECT_EQ(t.server().Get(t.Head().name()).weight_version(), version + 1);
+                    EXPECT_EQ(t.server().Weights(t.Head()), Bytes(Random(65, 77, 1)));
+                    EXPECT_TRUE(t.AwaitMetric("headwater_steps_total{how=\"replaced\"}", 1));
+                    EXPECT_TRUE(t.AwaitMetric("headwater_upload_bytes", 0));
+                    EXPECT_EQ(t.Replace({.seed = 78}), "STEP_CONFLICT");
+                    EXPECT_EQ(t.Replace({.step = 7}), "STEP_MISMATCH");
+                    EXPECT_EQ(t.Apply({.ids = {0}}), "STEP_CONFLICT");
+                    EXPECT_EQ(t.DiscardGradient({}), "STEP_CONFLICT");
+                    EXPECT_EQ(t.Submit({.id = 0, .step = 1}), "COMMITTED DIRECT");
+                  },
+                  [](Trial& t) {
+                    ReplaceFirst(t);
+                    EXPECT_EQ(t.Submit({.id = 0, .step = 1}), "COMMITTED DIRECT");
+                  },
+                  {kEagerLine}});
+  rows.push_back({"ACutUploadLeavesTheSealedStep",
+                  "a cut leaves the sealed step as it was",
+                  [](Trial& t) {
+                    SealFirst(t);
+                    const std::string before = t.server().Snapshot(t.Head());
+                    CutReplacement(t, 5);
+                    EXPECT_EQ(t.server().Snapshot(t.Head()), before);
+                    EXPECT_EQ(t.Replace({}), "OK replaced");
+                  },
+                  ReplaceFirst,
+                  {}});
   rows.push_back({"TakeHeadFencesTheZombie",
                   "a stale epoch is EPOCH_FENCED: a zombie trainer cannot touch the new run",
                   [](Trial& t) {
@@ -245,79 +508,6 @@ std::vector<TransactionRow> FencingRows() {
                   },
                   {kEagerLine, "1 DISCARDED STAGED"},
                   kWithCheckpoints});
-  rows.push_back({"TakeHeadIfItIsCurrent",
-                  "TakeHead with an epoch: of several trainers that try, one succeeds",
-                  [](Trial& t) {
-                    SubmitFirst(t);
-                    const std::string epoch = t.Head().head.epoch();
-                    EXPECT_EQ(t.Take("student", std::string(16, 'x')), "EPOCH_FENCED");
-                    EXPECT_EQ(t.MicroBatch(0), kEagerLine);
-                    EXPECT_EQ(t.Take("student", epoch), "OK");
-                    EXPECT_EQ(t.Take("student", epoch), "EPOCH_FENCED");
-                  },
-                  [](Trial& t) { t.Head(); },
-                  {}});
-  rows.push_back({"TakeHeadKeepsTheOptimizer",
-                  "TakeHead: weights, optimizer state and the step's number stay",
-                  [](Trial& t) {
-                    ApplyOneStep(t);
-                    EXPECT_EQ(t.Take(), "OK");
-                    EXPECT_EQ(t.Submit({.id = 0, .step = 1}), "COMMITTED DIRECT");
-                    EXPECT_EQ(t.Apply({.step = 1, .ids = {0}}), "OK");
-                  },
-                  [](Trial& t) {
-                    ApplyOneStepAndSubmit(t);
-                    EXPECT_EQ(t.Apply({.step = 1, .ids = {0}}), "OK");
-                  },
-                  {}});
-  rows.push_back({"WeightsSetOutsideFence",
-                  "weights set outside a step: a new epoch, an empty step",
-                  [](Trial& t) {
-                    SubmitFirst(t);
-                    const TestHead zombie = t.Head();
-                    EXPECT_EQ(t.SetWeights(3), "OK");
-                    ExpectFenced(t, zombie, 0);
-                  },
-                  [](Trial& t) { EXPECT_EQ(t.SetWeights(3), "OK"); },
-                  {},
-                  kWithCheckpoints});
-  rows.push_back({"ARecreatedHeadFences",
-                  "a head that was deleted and made again is another one",
-                  [](Trial& t) {
-                    SubmitFirst(t);
-                    const TestHead zombie = t.Head();
-                    EXPECT_EQ(t.Delete("student", false), "HEAD_IN_USE");
-                    EXPECT_EQ(t.Delete("student", true), "OK");
-                    t.Head();
-                    ExpectFenced(t, zombie, 0);
-                  },
-                  [](Trial& t) { t.Head(); },
-                  {},
-                  kWithCheckpoints});
-  rows.push_back({"RestoreFences",
-                  "RestoreCheckpoint: the state in which the saved step began; a new epoch, an empty step",
-                  [](Trial& t) {
-                    ApplyOneStepAndSubmit(t);
-                    EXPECT_EQ(t.Save("s1"), "OK");  // without the contributions of the open step
-                    EXPECT_EQ(t.Apply({.step = 1, .ids = {0}}), "OK");
-                    const TestHead zombie = t.Head();
-                    EXPECT_EQ(t.Restore("s1"), "OK");
-                    EXPECT_EQ(t.MicroBatches(), std::vector<std::string>());
-                    EXPECT_EQ(t.Submit({.id = 0, .step = 1}), "COMMITTED DIRECT");
-                    ExpectFenced(t, zombie, 1);
-                    EXPECT_EQ(t.Apply({.step = 1, .ids = {0}}), "OK");
-                  },
-                  [](Trial& t) {
-                    ApplyOneStepAndSubmit(t);
-                    EXPECT_EQ(t.Apply({.step = 1, .ids = {0}}), "OK");
-                  },
-                  {},
-                  kWithCheckpoints});
-  return rows;
-}
-
-std::vector<TransactionRow> RestartRows() {
-  std::vector<TransactionRow> rows;
   rows.push_back({"ARestartLosesTheStep",
                   "a head comes back at its newest checkpoint, under a new epoch, and answers STEP_LOST {restored_step, "
                   "checkpoint} until a trainer takes it; the client replays the open step from its log",
@@ -330,17 +520,12 @@ std::vector<TransactionRow> RestartRows() {
                     t.Restart();
                     ExpectRefused(t, 1, "STEP_LOST");
                     const v1::Head described = t.server().Get(t.Head().name());
-                    for (const char* call : {"GetStep", "Commit", "Submit"}) {
-                      const std::string answer = call == std::string("GetStep")  ? t.GetStep()
-                                                 : call == std::string("Commit") ? t.Commit({.id = 1, .step = 1})
-                                                                                 : t.Submit({.id = 0, .step = 1});
-                      EXPECT_EQ(answer, "STEP_LOST") << call;
-                      EXPECT_EQ(t.last_error().code, grpc::StatusCode::ABORTED) << call;
-                      EXPECT_EQ(t.last_error().at("restoredStep"), "1") << call;
-                      EXPECT_EQ(t.last_error().at("openStep"), "1") << call;
-                      EXPECT_EQ(t.last_error().at("checkpoint"), "s1") << call;
-                      EXPECT_EQ(t.last_error().at("headEpoch"), absl::BytesToHexString(described.epoch())) << call;
-                    }
+                    EXPECT_EQ(t.Commit({.id = 1, .step = 1}), "STEP_LOST");
+                    EXPECT_EQ(t.last_error().code, grpc::StatusCode::ABORTED);
+                    EXPECT_EQ(t.last_error().at("restoredStep"), "1");
+                    EXPECT_EQ(t.last_error().at("openStep"), "1");
+                    EXPECT_EQ(t.last_error().at("checkpoint"), "s1");
+                    EXPECT_EQ(t.last_error().at("headEpoch"), absl::BytesToHexString(described.epoch()));
                     EXPECT_EQ(t.Take(), "OK");
                     EXPECT_EQ(t.Submit({.id = 0, .step = 1}), "COMMITTED DIRECT");
                     EXPECT_EQ(t.Submit({.id = 1, .step = 1, .explicit_commit = true}), "STAGED STAGED");
@@ -353,35 +538,6 @@ std::vector<TransactionRow> RestartRows() {
                   },
                   {kEagerLine, "1 COMMITTED STAGED"},
                   kWithCheckpoints});
-  rows.push_back({"ARestartAtAnOlderStep",
-                  "if the restored step is older, the log reaches that far back: rows, Apply arguments",
-                  [](Trial& t) {
-                    EXPECT_EQ(t.Save("s0"), "OK");
-                    ApplyOneStepAndSubmit(t);
-                    t.Restart();
-                    EXPECT_EQ(t.Submit({.id = 0, .step = 1}), "STEP_LOST");
-                    EXPECT_EQ(t.last_error().at("restoredStep"), "0");
-                    EXPECT_EQ(t.last_error().at("checkpoint"), "s0");
-                    EXPECT_EQ(t.Take(), "OK");
-                    ApplyOneStepAndSubmit(t);
-                  },
-                  ApplyOneStepAndSubmit,
-                  {kEagerLine},
-                  kWithCheckpoints});
-  rows.push_back({"OneTrainerTakesARestoredHead",
-                  "of several trainers that find the head restored, one takes it",
-                  [](Trial& t) {
-                    EXPECT_EQ(t.Save("s0"), "OK");
-                    t.Restart();
-                    const std::string epoch = t.server().Get(t.Head().name()).epoch();
-                    EXPECT_EQ(t.Take("student", t.Head().head.epoch()), "EPOCH_FENCED");  // of the dead server
-                    EXPECT_EQ(t.Take("student", epoch), "OK");
-                    EXPECT_EQ(t.Take("student", epoch), "EPOCH_FENCED");
-                    SubmitFirst(t);
-                  },
-                  SubmitFirst,
-                  {kEagerLine},
-                  kWithCheckpoints});
   rows.push_back({"ARestoredHeadCanBeRead",
                   "calls that name no step work on a restored head",
                   [](Trial& t) {
@@ -393,45 +549,16 @@ std::vector<TransactionRow> RestartRows() {
                     EXPECT_EQ(described.open_step(), 0);
                     EXPECT_EQ(t.server().Weights(t.Head()), Bytes(t.Head().weight));
                     EXPECT_EQ(t.SubmitEdited({.id = 0}, MakeForwardOnly), "UNSPECIFIED UNSPECIFIED");
-                    EXPECT_EQ(t.Take(), "OK");
+                    // Who takes it names the epochs that it has worked under; others see them.
+                    const std::vector<std::string> worked_under(16, t.Head().head.epoch());
+                    EXPECT_EQ(ReasonOf(t.server().Take(&t.Head(), described.epoch(), worked_under)), "OK");
+                    const v1::Head taken = t.server().Get(t.Head().name());
+                    EXPECT_THAT(taken.recovers_epochs(), ::testing::ElementsAreArray(worked_under));
+                    EXPECT_TRUE(taken.restored_checkpoint().empty());
                   },
                   [](Trial& t) { t.Head(); },
                   {},
                   kWithCheckpoints});
-  rows.push_back({"RestoreEndsTheRestoredState",
-                  "RestoreCheckpoint with the current epoch makes a restored head ready",
-                  [](Trial& t) {
-                    EXPECT_EQ(t.Save("s0"), "OK");
-                    ApplyOneStep(t);
-                    EXPECT_EQ(t.Save("s1"), "OK");
-                    t.Restart();
-                    EXPECT_EQ(t.Restore("s0"), "STEP_LOST");  // with the epoch of the dead server
-                    t.Refresh();
-                    EXPECT_EQ(t.Restore("s0"), "OK");
-                    SubmitFirst(t);
-                  },
-                  SubmitFirst,
-                  {kEagerLine},
-                  kWithCheckpoints});
-  rows.push_back({"NewWeightsEndTheRestoredState",
-                  "so do uploaded weights",
-                  [](Trial& t) {
-                    EXPECT_EQ(t.Save("s0"), "OK");
-                    t.Restart();
-                    EXPECT_EQ(t.SetWeights(3), "STEP_LOST");  // with the epoch of the dead server
-                    t.Refresh();
-                    EXPECT_EQ(t.SetWeights(3), "OK");
-                    SubmitFirst(t);
-                  },
-                  [](Trial& t) {
-                    EXPECT_EQ(t.SetWeights(3), "OK");
-                    SubmitFirst(t);
-                  },
-                  {kEagerLine},
-                  kWithCheckpoints});
-  v1::HeadSpec frozen = SmallSpec();
-  frozen.set_trainable(false);
-  frozen.clear_optimizer();
   rows.push_back({"AFrozenHeadComesBackReady",
                   "a frozen head that was saved is ready after a restart",
                   [](Trial& t) {
@@ -445,94 +572,27 @@ std::vector<TransactionRow> RestartRows() {
                     t.Head();
                   },
                   {},
-                  {.specs = {{"teacher", frozen}}, .checkpoints = true}});
-  const auto find = [](Trial& t, const std::string& id) {
-    v1::GetHeadRequest request;
-    request.set_name("tenants/default/heads/" + id);
-    return ReasonOf(t.server().Call(&Heads::GetHead, request));
-  };
-  rows.push_back({"ADeletedHeadStaysAway",
-                  "a head that was deleted, or never saved, does not come back",
-                  [find](Trial& t) {
-                    SubmitFirst(t);
-                    EXPECT_EQ(t.Save("s0", "aux"), "OK");
-                    EXPECT_EQ(t.Delete("aux", true), "OK");
-                    t.Restart();
-                    EXPECT_EQ(find(t, "aux"), "HEAD_NOT_FOUND");
-                    EXPECT_EQ(find(t, "student"), "HEAD_NOT_FOUND");
-                    EXPECT_EQ(t.Submit({.id = 0}), "HEAD_NOT_FOUND");
-                    EXPECT_EQ(t.Commit({.id = 0}), "HEAD_NOT_FOUND");
-                    const TestHead zombie = t.Head();
-                    t.Forget("student");
-                    t.Head();
-                    ExpectFenced(t, zombie, 0);
-                  },
-                  [](Trial& t) { t.Head(); },
-                  {},
-                  kWithCheckpoints});
+                  {.specs = {{"teacher", FrozenSpec()}}, .checkpoints = true}});
   rows.push_back({"RestoringCanBeSwitchedOff",
                   "a server that is told not to brings no head back",
-                  [find](Trial& t) {
+                  [](Trial& t) {
                     EXPECT_EQ(t.Save("s0"), "OK");
                     t.Restart();
-                    EXPECT_EQ(find(t, "student"), "HEAD_NOT_FOUND");
+                    EXPECT_EQ(t.GetStep(), "HEAD_NOT_FOUND");
                     t.Forget("student");
                     t.Head();
                   },
                   [](Trial& t) { t.Head(); },
                   {},
                   {.adjust = [](ServerSetup& setup) { setup.options.restore_heads = false; }, .checkpoints = true}});
-  rows.push_back({"ARestartEndsSessions",
-                  "sessions, and what they left undecided, end with the server",
-                  [](Trial& t) {
-                    EXPECT_EQ(t.Save("s0"), "OK");
-                    const std::string session = t.OpenSession();
-                    EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true, .session = session}), "STAGED STAGED");
-                    t.Restart();
-                    EXPECT_EQ(t.Commit({.id = 0, .session = session}), "SESSION_NOT_FOUND");
-                    EXPECT_EQ(t.KeepAlive(session), "SESSION_NOT_FOUND");
-                    EXPECT_EQ(t.Take(), "OK");
-                    EXPECT_EQ(t.Commit({.id = 0}), "MICRO_BATCH_NOT_FOUND");
-                  },
-                  [](Trial& t) { t.Head(); },
-                  {},
-                  kWithCheckpoints});
   return rows;
 }
 
 }  // namespace
 
-std::vector<TransactionRow> TermRows() {
-  std::vector<TransactionRow> rows = TogetherRows();
-  rows.push_back(DroppedBy(
-      "DiscardGradient", [](Trial& t) { return t.DiscardGradient({.head = "aux"}); },
-      [](Trial& t) { EXPECT_EQ(t.DiscardGradient({.head = "aux"}), "OK"); }, true));
-  rows.push_back(DroppedBy(
-      "TakeHead", [](Trial& t) { return t.Take("aux"); }, [](Trial&) {}, true));
-  rows.push_back(DroppedBy(
-      "UploadWeights", [](Trial& t) { return t.SetWeights(3, "aux"); }, [](Trial& t) { EXPECT_EQ(t.SetWeights(3, "aux"), "OK"); },
-      true));
-  rows.push_back(DroppedBy(
-      "RestoreCheckpoint", [](Trial& t) { return t.Restore("beginning", "aux"); }, [](Trial&) {}, true));
-  rows.push_back(DroppedBy(
-      "DeleteHead", [](Trial& t) { return t.Delete("aux", true); }, [](Trial& t) { EXPECT_EQ(t.Delete("aux", true), "OK"); },
-      false));
-  rows.push_back({"DroppedInAllByTheSession",
-                  "what a session leaves undecided is dropped in all heads",
-                  [](Trial& t) {
-                    const std::string session = t.OpenSession();
-                    EXPECT_EQ(t.Submit({.id = 0, .heads = kBoth, .explicit_commit = true, .session = session}), "STAGED STAGED");
-                    EXPECT_EQ(t.CloseSession(session), "OK");
-                    EXPECT_EQ(t.Commit({.id = 0, .heads = kBoth}), "MICRO_BATCH_DISCARDED");
-                  },
-                  MakeBoth,
-                  {"aux: 0 DISCARDED STAGED", "0 DISCARDED STAGED"}});
-  return rows;
-}
-
-std::vector<TransactionRow> EpochRows() {
-  std::vector<TransactionRow> rows = FencingRows();
-  for (TransactionRow& row : RestartRows()) rows.push_back(row);
+std::vector<TransactionRow> HeadRows() {
+  std::vector<TransactionRow> rows = ContributionRows();
+  for (const auto& more : {SessionRows(), EpochRows()}) rows.insert(rows.end(), more.begin(), more.end());
   return rows;
 }
 

@@ -84,6 +84,13 @@ int ChildProcess::Wait() {
   return *exit_code_;
 }
 
+EnvironmentVariable::EnvironmentVariable(const char* name, const std::string& value) : name_(name) {
+  if (const char* const former = getenv(name); former != nullptr) former_ = former;
+  setenv(name, value.c_str(), 1);
+}
+
+EnvironmentVariable::~EnvironmentVariable() { former_.has_value() ? setenv(name_, former_->c_str(), 1) : unsetenv(name_); }
+
 ProgramResult RunProgram(const std::vector<std::string>& arguments) {
   TemporaryDirectory directory;
   const std::string out = directory.path() + "/out";

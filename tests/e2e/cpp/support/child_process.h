@@ -44,6 +44,19 @@ class ChildProcess {
   std::optional<int> exit_code_;
 };
 
+// A variable of the environment that programs are started with, for as long as this lives.
+class EnvironmentVariable {
+ public:
+  EnvironmentVariable(const char* name, const std::string& value);
+  ~EnvironmentVariable();
+  EnvironmentVariable(const EnvironmentVariable&) = delete;
+  EnvironmentVariable& operator=(const EnvironmentVariable&) = delete;
+
+ private:
+  const char* const name_;
+  std::optional<std::string> former_;
+};
+
 struct ProgramResult {
   int exit_code = 0;
   std::string out;
