@@ -244,6 +244,21 @@ TEST(Held, BytesCountClassWeightsToo) {
   }
 }
 
+TEST(Held, ATeachersRowsAreKeptToo) {
+  WireServer server;
+  const TestHead head = server.MakeHead("student", SmallSpec());
+  v1::MicroBatchHeader header = ExplicitHeader(head, 0);
+  header.set_late_token_factors(true);
+  v1::LossTerm* const term = header.mutable_terms(0);
+  term->clear_targets();
+  term->mutable_jensen_shannon();
+  term->mutable_teacher_hidden()->set_head(server.MakeHead("teacher", FrozenSpec(13, 4), 7).name());
+  term->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
+  EXPECT_EQ(server.MustCompute(header, Rows(), Bytes(Random(12, 6, 1))).summary.form(), v1::CONTRIBUTION_FORM_HELD);
+  EXPECT_EQ(ReasonOf(server.Commit(head, 0, 0, 1)), "OK");
+  EXPECT_NE(Floats(server.Gradient(head)), std::vector<float>(65, 0.0F));
+}
+
 // Nobody sends rows in vain, again and again, of what no commit of another makes room for.
 TEST(Held, WhatCanNeverBeHeldIsRefusedAtItsHeader) {
   for (const int64_t most : {int64_t{0}, kHeldBytes - 1}) {
