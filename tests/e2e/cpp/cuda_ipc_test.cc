@@ -219,33 +219,6 @@ TEST_F(CudaIpc, RowsMayBePartsOfOneAllocation) {
   EXPECT_EQ(beyond.code(), absl::StatusCode::kInvalidArgument) << beyond;
 }
 
-TEST_F(CudaIpc, TheServerWaitsForTheStreamsWork) {
-  DeviceBuffer source(*driver_, 0, kBytes);
-  DeviceBuffer hidden(*driver_, 0, kBytes);
-  DeviceBuffer grad(*driver_, 0, kBytes);
-  DeviceBuffer large(*driver_, 0, int64_t{512} << 20);
-  source.Write(hidden_.data(), kBytes);
-  const CudaDriver::Scope scope(*driver_, hidden.context());
-  CuStream streams[2] = {};
-  for (CuStream& stream : streams) ASSERT_EQ(driver_->StreamCreate(&stream, 1), 0);
-  for (int round = 0; round < 6; ++round) {
-    const std::vector<float> zeros(static_cast<size_t>(kRows * kHiddenSize));
-    hidden.Write(zeros.data(), kBytes);
-    CuStream const stream = streams[round % 2];
-    // Some 10 ms of work, then the rows.
-    for (int i = 0; i < 40; ++i) {
-      const CuDevicePointer half = reinterpret_cast<uintptr_t>(large.data()) + (size_t{256} << 20);
-      ASSERT_EQ(driver_->MemcpyAsync(reinterpret_cast<uintptr_t>(large.data()), half, size_t{256} << 20, stream), 0);
-    }
-    ASSERT_EQ(driver_->MemcpyAsync(reinterpret_cast<uintptr_t>(hidden.data()), reinterpret_cast<uintptr_t>(source.data()), kBytes,
-                                   stream),
-              0);
-    Placement placement = Value(Place(MemoryAt(hidden.data(), grad.data(), stream)));
-    CallWith(&placement, grad);
-  }
-  for (CuStream const stream : streams) driver_->StreamDestroy(stream);
-}
-
 TEST_F(CudaIpc, MemoryOfAPoolIsCopiedOnTheDevice) {
   DeviceRows rows(*driver_, hidden_, /*device=*/0, /*pooled=*/true);
   for (int round = 0; round < 3; ++round) {
@@ -254,24 +227,6 @@ TEST_F(CudaIpc, MemoryOfAPoolIsCopiedOnTheDevice) {
     EXPECT_THAT(placement.why_not_better(), HasSubstr("cannot be exported"));
     CallWith(&placement, rows.grad);
   }
-}
-
-TEST_F(CudaIpc, PrivateMemoryIsCopiedOnTheDevice) {
-  DeviceRows rows(*driver_, hidden_);
-  CallMemory memory = MemoryAt(rows.hidden.data(), rows.grad.data());
-  const std::string exported = Value(Place(memory)).reads()[0].shared.region_id();
-  memory.rows.memory = memory.result.memory = client::Memory::kCudaPrivate;
-  Placement placement = Value(Place(memory, Transport::kCudaIpc));
-  EXPECT_NE(placement.reads()[0].shared.region_id(), exported);
-  EXPECT_EQ(placement.why_not_better(), "");
-  CallWith(&placement, rows.grad);
-}
-
-TEST_F(CudaIpc, SharedHostMemoryServesDeviceRowsToo) {
-  DeviceRows rows(*driver_, hidden_);
-  Placement placement = Place(rows, Transport::kSharedMemory);
-  EXPECT_EQ(placement.path(), Transport::kSharedMemory);
-  CallWith(&placement, rows.grad, 0, "shared_memory");
 }
 
 TEST_F(CudaIpc, AnAllocationThatWasMadeAnewIsRegisteredAnew) {

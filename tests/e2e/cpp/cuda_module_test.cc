@@ -4,11 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <stdlib.h>
 
 #include <chrono>
 #include <filesystem>
-#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -31,28 +29,6 @@ using ::testing::HasSubstr;
 constexpr int kDeviceLostStatus = 75;
 constexpr int64_t kVocabSize = 11;
 constexpr int64_t kHiddenSize = 4;
-
-// An environment variable that children inherit, for as long as this lives.
-class Variable {
- public:
-  Variable(const char* name, const std::string& value) : name_(name) {
-    if (const char* const before = getenv(name); before != nullptr) before_ = before;
-    setenv(name, value.c_str(), 1);
-  }
-  ~Variable() {
-    if (before_.has_value()) {
-      setenv(name_, before_->c_str(), 1);
-    } else {
-      unsetenv(name_);
-    }
-  }
-  Variable(const Variable&) = delete;
-  Variable& operator=(const Variable&) = delete;
-
- private:
-  const char* const name_;
-  std::optional<std::string> before_;
-};
 
 client::Head MakeHead(client::Client& client) {
   return CreateHead(client, "h", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize},
@@ -78,7 +54,7 @@ ProgramResult Refused(std::vector<std::string> flags) {
 }
 
 TEST(CudaModule, AutoFallsBackAndSaysWhy) {
-  const Variable module("HEADWATER_CUDA_MODULE", "/nonexistent-folder/module.so");
+  const EnvironmentVariable module("HEADWATER_CUDA_MODULE", "/nonexistent-folder/module.so");
   ServerProcess server({"--engine=auto", "--log_level=info"});
   client::Client client = server.Connect();
   const client::ServerInfo info = Value(client.GetServerInfo());
@@ -91,7 +67,7 @@ TEST(CudaModule, AutoFallsBackAndSaysWhy) {
 
 TEST(CudaModule, EngineCudaFailsWithOneSentence) {
   {
-    const Variable module("HEADWATER_CUDA_MODULE", "/nonexistent-folder/module.so");
+    const EnvironmentVariable module("HEADWATER_CUDA_MODULE", "/nonexistent-folder/module.so");
     const ProgramResult result = Refused({"--engine=cuda"});
     EXPECT_EQ(result.exit_code, 1);
     EXPECT_EQ(
@@ -100,7 +76,7 @@ TEST(CudaModule, EngineCudaFailsWithOneSentence) {
         "module is\n");
   }
   const auto with_module = [](const char* path, const char* device) {
-    const Variable module("HEADWATER_CUDA_MODULE", path);
+    const EnvironmentVariable module("HEADWATER_CUDA_MODULE", path);
     const ProgramResult result = Refused({"--engine=cuda", std::string("--device=") + device});
     EXPECT_EQ(result.exit_code, 1) << path;
     return result.err;
@@ -121,7 +97,7 @@ TEST(CudaModule, EngineCudaFailsWithOneSentence) {
 #ifdef REAL_CUDA_MODULE
 // The real one can be loaded on any machine: the server starts as far as its addresses, or is told what the machine lacks.
 TEST(CudaModule, TheRealOneIsLoadedWhateverTheMachineHas) {
-  const Variable module("HEADWATER_CUDA_MODULE", REAL_CUDA_MODULE);
+  const EnvironmentVariable module("HEADWATER_CUDA_MODULE", REAL_CUDA_MODULE);
   const ProgramResult result = Refused({"--engine=cuda"});
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.err, AnyOf(HasSubstr("headwaterd: --engine=cuda: the CUDA engine cannot be used here: "),
@@ -130,16 +106,16 @@ TEST(CudaModule, TheRealOneIsLoadedWhateverTheMachineHas) {
 #endif
 
 TEST(CudaModule, WhatIsWrongWithTheOptionsIsNoReasonToFallBack) {
-  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
+  const EnvironmentVariable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
   const ProgramResult result = Refused({"--engine=auto", "--device=9"});
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_THAT(result.err, HasSubstr("--engine=auto: device_index must be in [0, 9), got 9"));
 }
 
 TEST(CudaModule, TheEngineIsToldItsOptionsAndTellsItsDeviceAndPlan) {
-  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
+  const EnvironmentVariable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
   {
-    const Variable cache("XDG_CACHE_HOME", "/var/tmp/cache-of-this-test");
+    const EnvironmentVariable cache("XDG_CACHE_HOME", "/var/tmp/cache-of-this-test");
     ServerProcess server({"--engine=auto", "--device=3"});
     client::Client client = server.Connect();
     const client::ServerInfo info = Value(client.GetServerInfo());
@@ -157,8 +133,8 @@ TEST(CudaModule, TheEngineIsToldItsOptionsAndTellsItsDeviceAndPlan) {
         RunProgram({HEADWATERCTL, "--server=" + server.target(), "plan", "--vocab_size=11", "--hidden_size=4"});
     EXPECT_THAT(planned.out, HasSubstr("rows computed at once: 4321"));
   }
-  const Variable cache("XDG_CACHE_HOME", "not/absolute");
-  const Variable home("HOME", "/var/tmp/home-of-this-test");
+  const EnvironmentVariable cache("XDG_CACHE_HOME", "not/absolute");
+  const EnvironmentVariable home("HOME", "/var/tmp/home-of-this-test");
   const auto model = [](const std::string& flag) {
     ServerProcess server({"--engine=cuda", flag});
     client::Client client = server.Connect();
@@ -171,7 +147,7 @@ TEST(CudaModule, TheEngineIsToldItsOptionsAndTellsItsDeviceAndPlan) {
 }
 
 TEST(CudaModule, SeveralGpusAreOneEngine) {
-  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
+  const EnvironmentVariable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
   ServerProcess server({"--engine=cuda", "--gpus=2", "--device=3"});
   client::Client client = server.Connect();
   const client::ServerInfo info = Value(client.GetServerInfo());
@@ -181,20 +157,12 @@ TEST(CudaModule, SeveralGpusAreOneEngine) {
   EXPECT_EQ(info.devices[1].name, "cuda:4");
   client::Head head = MakeHead(client);
   EXPECT_TRUE(Compute(head, 5).ok());
-}
-
-TEST(CudaModule, WhatIsWrongWithSeveralGpusIsSaid) {
-  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
-  EXPECT_THAT(Refused({"--engine=cuda", "--gpus=0"}).err, HasSubstr("--gpus: expected 1 to 64, got 0"));
-  EXPECT_THAT(Refused({"--engine=auto", "--gpus=2"}).err, HasSubstr("--gpus: expected --engine=cuda with more than one"));
-  EXPECT_THAT(Refused({"--engine=cuda", "--gpus=2", "--shards=2"}).err,
-              HasSubstr("--gpus: expected --shards=1 with more than one"));
   EXPECT_THAT(Refused({"--engine=cuda", "--gpus=2", "--device=6"}).err, HasSubstr("--engine=cuda: no fake GPU is visible"));
 }
 
 // What computes wrong is never SERVING: the self-test ends the process before anybody is told where it listens.
 TEST(CudaModule, AnEngineThatFailsItsSelfTestDoesNotServe) {
-  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
+  const EnvironmentVariable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
   const ProgramResult result =
       RunProgram({HEADWATERD, "--engine=cuda", "--device=6", "--listen_addresses=127.0.0.1:0", "--metrics_address="});
   EXPECT_EQ(result.exit_code, 1);
@@ -206,7 +174,7 @@ TEST(CudaModule, AnEngineThatFailsItsSelfTestDoesNotServe) {
 
 // 13 rows: the engine tells that its device is lost. 14: only its health() says so.
 TEST(CudaModule, ADeviceThatIsLostEndsTheProcess) {
-  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
+  const EnvironmentVariable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
   for (const int64_t rows : {13, 14}) {
     ServerProcess server({"--engine=cuda", "--device_lost_grace=60s"});
     client::Client client = server.Connect();
@@ -227,7 +195,7 @@ TEST(CudaModule, ADeviceThatIsLostEndsTheProcess) {
 
 // A call that never comes back, of an engine that says nothing: the server notices, and ends as if the device were lost.
 TEST(CudaModule, AnEngineThatIsStuckEndsTheProcess) {
-  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
+  const EnvironmentVariable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
   ServerProcess server({"--engine=cuda", "--engine_stall_timeout=3s", "--device_lost_grace=1s"});
   client::Client client = server.Connect();
   client::Head head = MakeHead(client);
@@ -241,7 +209,7 @@ TEST(CudaModule, AnEngineThatIsStuckEndsTheProcess) {
 
 // A call that never comes back from the device: the process ends when the grace is over, not before, and not much later.
 TEST(CudaModule, TheGraceIsALimit) {
-  const Variable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
+  const EnvironmentVariable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
   for (const double grace : {0.0, 1.5}) {
     ServerProcess server({"--engine=cuda", "--device_lost_grace=" + std::to_string(grace) + "s"});
     client::Client client = server.Connect();
@@ -254,11 +222,6 @@ TEST(CudaModule, TheGraceIsALimit) {
     EXPECT_LE(took, grace + 5.0);
     EXPECT_THAT(server.log(), HasSubstr("not every call was answered"));
     call.join();
-  }
-  for (const char* grace : {"-1s", "inf", "61m"}) {
-    const ProgramResult result = Refused({"--engine=cpu", std::string("--device_lost_grace=") + grace});
-    EXPECT_EQ(result.exit_code, 1);
-    EXPECT_THAT(result.err, HasSubstr("--device_lost_grace: expected a duration from 0 to 1h")) << grace;
   }
 }
 

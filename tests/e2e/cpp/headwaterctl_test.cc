@@ -223,9 +223,6 @@ TEST_F(Headwaterctl, PlanSaysWhatIsWrongWithAModel) {
     WriteFile(config, text);
     return RunJson({"plan", "--model=" + config, "--tokens=8"}, 1)["error"]["message"].get<std::string>();
   };
-  EXPECT_EQ(message(R"({"vocab_size": 100, "dtype": "bfloat16"})"),
-            config + ": hidden_size: expected the size of a language model, got no such key");
-  EXPECT_EQ(message(R"({"vocab_size": "100", "hidden_size": 8})"), config + ": vocab_size: expected an integer >= 1, got \"100\"");
   for (const char* type : {"", R"(, "dtype": "float8_e4m3fn")"}) {
     EXPECT_EQ(message(absl::StrCat(R"({"vocab_size": 100, "hidden_size": 8)", type, "}")),
               config + ": dtype: expected float32, bfloat16 or float16, got none of them");

@@ -310,24 +310,5 @@ TEST_F(MemoryPathsTest, ASocketOfAnotherServerIsNotedBeforeAnythingIsRegistered)
   EXPECT_THAT(std::string(other.message()), HasSubstr("belongs to another server"));
 }
 
-TEST_F(MemoryPathsTest, NamesServeWhereThereIsNoSocket) {
-  Start({"--named_regions"});
-  const client::Head head = MakeHead("h");
-  const std::vector<float> hidden = RandomFloats(2, kRows * kHiddenSize, 1);
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, RandomTargets(3, kRows, kVocabSize));
-  const PlacedReply by_grpc = Call(*loss_, header, BytesOf(hidden));
-  ASSERT_TRUE(by_grpc.status.ok()) << by_grpc.status;
-  std::vector<float> rows = hidden;
-  std::vector<float> grad(hidden.size());
-  Placement placement = Value(Place(HostRows(rows.data(), grad.data())));
-  SetPlacement(placement, &header);
-  header.set_attempt(1);
-  const PlacedReply reply = Call(*loss_, header);
-  ASSERT_TRUE(reply.status.ok()) << reply.status;
-  ASSERT_TRUE(placement.Finish().ok());
-  EXPECT_TRUE(reply.summary.replayed());
-  EXPECT_EQ(BytesOf(grad), by_grpc.grad_hidden);
-}
-
 }  // namespace
 }  // namespace headwater::e2e

@@ -179,44 +179,5 @@ TEST_F(ClientCore, WhatCouldNotBeDiscardedIsTriedOnceMoreByWhoWaitsForIt) {
   EXPECT_EQ(core_->abandoned().Mark(Discard(3)), -1);
 }
 
-TEST_F(ClientCore, ClosingCancelsWhatIsUnderWayAndEndsTheSession) {
-  Connect();
-  held_ = true;
-  v1::MicroBatchHeader header;
-  header.set_micro_batch(0);
-  header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-  header.set_return_grad_hidden(false);
-  *header.add_terms()->mutable_head() = Step();
-  const auto loss = Start(header);
-  while (under_way_ < 1) std::this_thread::sleep_for(milliseconds(1));
-  EXPECT_EQ(server_.CallsOf("OpenSession").size(), 1U);
-  core_->Close(DeadlineIn(seconds(5)));
-  EXPECT_EQ(loss->state->Take().status().code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(server_.CallsOf("CloseSession").size(), 1U);
-  EXPECT_EQ(StartSeal()->state->Take().status().code(), absl::StatusCode::kFailedPrecondition);
-  held_ = false;
-}
-
-TEST_F(ClientCore, OnlyCallsOfTheBackgroundStopWaitingForAnAbsentServer) {
-  Connect([](ClientOptions& options) { options.replay_bytes = 1 << 20; });
-  std::atomic<bool> away = true;
-  server_.seal = [&away](const v1::SealStepRequest&) {
-    return away ? ErrorWithReason(grpc::StatusCode::UNAVAILABLE, "DRAINING") : grpc::Status::OK;
-  };
-  v1::SealStepRequest seal;
-  *seal.mutable_head() = Step();
-  const auto background = Start(seal, /*is_background=*/true);
-  const auto other = Start(seal);
-  std::this_thread::sleep_for(milliseconds(50));
-  EXPECT_FALSE(background->state->WaitFor(milliseconds(0)));
-  core_->StopWaiting();
-  const absl::Status ended = background->state->Take().status();
-  EXPECT_EQ(ended.code(), absl::StatusCode::kCancelled);
-  EXPECT_THAT(std::string(ended.message()), HasSubstr("the server is away"));
-  EXPECT_FALSE(other->state->WaitFor(milliseconds(50)));
-  away = false;
-  EXPECT_TRUE(other->state->Take().ok());
-}
-
 }  // namespace
 }  // namespace headwater::e2e

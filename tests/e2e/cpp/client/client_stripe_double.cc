@@ -32,7 +32,6 @@ struct StripeDouble::Transfer {
   bool has_header = false;
   std::string rows;  // hidden, [row_count, hidden_size] float32
   std::vector<bool> taken;
-  std::map<int, std::vector<bool>> teacher_taken;  // by term
   int64_t missing = 0;
   std::set<int> streams;         // that have come
   std::vector<int64_t> rows_of;  // by stream
@@ -43,35 +42,26 @@ struct StripeDouble::Transfer {
   int stream_count() const { return std::max(1, header.stripe_count()); }
 };
 
-// A stream's time in the server.
-class StripeDouble::Served {
- public:
-  explicit Served(StripeDouble& served) : double_(served) {
-    std::lock_guard<std::mutex> lock(double_.mutex_);
-    ++double_.served_;
-  }
-  ~Served() {
-    std::lock_guard<std::mutex> lock(double_.mutex_);
-    --double_.served_;
-    double_.changed_.notify_all();
-  }
-  Served(const Served&) = delete;
-  Served& operator=(const Served&) = delete;
-
- private:
-  StripeDouble& double_;
-};
-
 StripeDouble::StripeDouble(ScriptedServer& server, int64_t max_stripes) {
   server.WithState([max_stripes](ScriptedServer::State& state) { state.max_stripes = max_stripes; });
   server.compute_loss = [this](grpc::ServerContext* context, ScriptedServer::LossStream* stream) {
-    const Served served(*this);
-    return Primary(context, stream);
+    CountServed(1);
+    const grpc::Status status = Primary(context, stream);
+    CountServed(-1);
+    return status;
   };
   server.transfer_rows = [this](grpc::ServerContext* context, ScriptedServer::TransferStream* stream) {
-    const Served served(*this);
-    return Stripe(context, stream);
+    CountServed(1);
+    const grpc::Status status = Stripe(context, stream);
+    CountServed(-1);
+    return status;
   };
+}
+
+void StripeDouble::CountServed(int change) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  served_ += change;
+  changed_.notify_all();
 }
 
 void StripeDouble::AwaitQuiet(std::unique_lock<std::mutex>& lock) {
@@ -136,11 +126,6 @@ grpc::Status StripeDouble::Primary(grpc::ServerContext* context, ScriptedServer:
     transfer->rows.resize(static_cast<size_t>(header.row_count() * header.hidden_size() * 4));
     transfer->taken.resize(static_cast<size_t>(header.row_count()));
     transfer->missing = header.row_count();
-    for (int i = 0; i < header.terms_size(); ++i) {
-      if (!header.terms(i).has_teacher_hidden()) continue;
-      transfer->teacher_taken[i].resize(static_cast<size_t>(header.row_count()));
-      transfer->missing += header.row_count();
-    }
     transfer->rows_of.resize(static_cast<size_t>(transfer->stream_count()));
     transfer->has_header = true;
     last_ = transfer;
@@ -181,14 +166,10 @@ template <typename Request>
 void StripeDouble::TakeChunk(Transfer& transfer, int stream, const Request& message) {
   const v1::RowChunk& chunk = message.chunk();
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool hidden = chunk.role() == v1::CHUNK_ROLE_HIDDEN;
-  const auto teacher = transfer.teacher_taken.find(chunk.term_index());
-  if (!hidden && (chunk.role() != v1::CHUNK_ROLE_TEACHER_HIDDEN || teacher == transfer.teacher_taken.end())) {
-    complaints_.push_back(absl::StrCat("a chunk of role ", static_cast<int>(chunk.role())));
+  if (chunk.role() != v1::CHUNK_ROLE_HIDDEN || chunk.term_index() != 0) {
+    complaints_.push_back(absl::StrCat("a chunk of role ", static_cast<int>(chunk.role()), ", term ", chunk.term_index()));
     return;
   }
-  if (hidden && chunk.term_index() != 0) complaints_.push_back("term_index of hidden rows");
-  std::vector<bool>& taken = hidden ? transfer.taken : teacher->second;
   const int64_t row_bytes = transfer.header.hidden_size() * 4;
   if (chunk.row_count() < 1 || chunk.row_start() < 0 || chunk.row_start() + chunk.row_count() > transfer.header.row_count() ||
       static_cast<int64_t>(chunk.data().size()) != chunk.row_count() * row_bytes) {
@@ -197,12 +178,12 @@ void StripeDouble::TakeChunk(Transfer& transfer, int stream, const Request& mess
     return;
   }
   for (int64_t row = chunk.row_start(); row < chunk.row_start() + chunk.row_count(); ++row) {
-    if (taken[static_cast<size_t>(row)]) complaints_.push_back(absl::StrCat("row ", row, " came twice"));
-    taken[static_cast<size_t>(row)] = true;
+    if (transfer.taken[static_cast<size_t>(row)]) complaints_.push_back(absl::StrCat("row ", row, " came twice"));
+    transfer.taken[static_cast<size_t>(row)] = true;
   }
   transfer.missing -= chunk.row_count();
   transfer.rows_of[static_cast<size_t>(stream)] += chunk.row_count();
-  if (hidden) std::memcpy(transfer.rows.data() + chunk.row_start() * row_bytes, chunk.data().data(), chunk.data().size());
+  std::memcpy(transfer.rows.data() + chunk.row_start() * row_bytes, chunk.data().data(), chunk.data().size());
   changed_.notify_all();
 }
 
@@ -292,29 +273,15 @@ std::vector<std::string> StripeDouble::complaints() const {
   return complaints_;
 }
 
-int StripeDouble::streams() const {
+StripeDouble::Attempt StripeDouble::last() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return last_ == nullptr ? 0 : static_cast<int>(last_->streams.size());
-}
-
-std::vector<int64_t> StripeDouble::rows_by_stream() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return last_ == nullptr ? std::vector<int64_t>() : last_->rows_of;
-}
-
-std::set<std::string> StripeDouble::peers() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return last_ == nullptr ? std::set<std::string>() : last_->peers;
+  if (last_ == nullptr) return {};
+  return {static_cast<int>(last_->streams.size()), last_->rows_of, last_->peers, last_->header};
 }
 
 int StripeDouble::attempts() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return attempts_;
-}
-
-v1::MicroBatchHeader StripeDouble::header() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return last_ == nullptr ? v1::MicroBatchHeader() : last_->header;
 }
 
 }  // namespace headwater::e2e

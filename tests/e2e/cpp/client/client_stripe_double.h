@@ -52,19 +52,21 @@ class StripeDouble {
 
   // What was wrong with what came; empty: nothing.
   std::vector<std::string> complaints() const;
-  // Of the attempt that came last.
-  int streams() const;
-  std::vector<int64_t> rows_by_stream() const;
-  std::set<std::string> peers() const;
+  // The attempt that came last.
+  struct Attempt {
+    int streams = 0;
+    std::vector<int64_t> rows_by_stream;
+    std::set<std::string> peers;
+    v1::MicroBatchHeader header;
+  };
+  Attempt last() const;
   int attempts() const;
-  v1::MicroBatchHeader header() const;
 
   // Blocks until the call is cancelled; CANCELLED.
   static grpc::Status Stall(grpc::ServerContext* context);
 
  private:
   struct Transfer;
-  class Served;
 
   grpc::Status Primary(grpc::ServerContext* context, ScriptedServer::LossStream* stream);
   grpc::Status Stripe(grpc::ServerContext* context, ScriptedServer::TransferStream* stream);
@@ -78,6 +80,7 @@ class StripeDouble {
   std::shared_ptr<Transfer> TransferOf(const std::string& id);
   void Complain(const std::string& complaint);
   std::vector<GradRun> PlanOf(const Transfer& transfer) const;
+  void CountServed(int change);
   // Until no stream is served.
   void AwaitQuiet(std::unique_lock<std::mutex>& lock);
 

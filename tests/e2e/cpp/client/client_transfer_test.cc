@@ -121,9 +121,9 @@ TEST_F(ClientTransfer, RowsTakeAsManyConnectionsAsTheyAreWorth) {
   const LossResult result = Value(Submit().Get());
   ExpectGradients();
   EXPECT_EQ(result.transport, "grpc");
-  EXPECT_EQ(double_.streams(), kStreams);
-  EXPECT_EQ(double_.header().stripe_count(), kStreams);
-  EXPECT_THAT(double_.peers(), SizeIs(kStreams)) << "streams shared a connection";
+  EXPECT_EQ(double_.last().streams, kStreams);
+  EXPECT_EQ(double_.last().header.stripe_count(), kStreams);
+  EXPECT_THAT(double_.last().peers, SizeIs(kStreams)) << "streams shared a connection";
   const TransportStats stats = client_->stats();
   EXPECT_EQ(stats.stripes, kStreams);
   EXPECT_EQ(stats.grpc.micro_batches, 1);
@@ -132,26 +132,26 @@ TEST_F(ClientTransfer, RowsTakeAsManyConnectionsAsTheyAreWorth) {
 
   Value(Submit(256).Get());  // 1 MiB
   ExpectGradients(256);
-  EXPECT_EQ(double_.streams(), 1);
-  EXPECT_EQ(double_.header().stripe_count(), 0);
+  EXPECT_EQ(double_.last().streams, 1);
+  EXPECT_EQ(double_.last().header.stripe_count(), 0);
   EXPECT_EQ(client_->stats().stripes, 1);
 
-  const std::set<std::string> first_peers = double_.peers();
+  const std::set<std::string> first_peers = double_.last().peers;
   Value(Submit().Get());
   ExpectGradients();
-  EXPECT_THAT(double_.peers(), testing::IsSupersetOf(first_peers)) << "connections were not used again";
+  EXPECT_THAT(double_.last().peers, testing::IsSupersetOf(first_peers)) << "connections were not used again";
 }
 
 TEST_F(ClientTransfer, OptionAndServerLimitTheStreams) {
   Connect(1, /*stripes=*/2);
   Value(Submit().Get());
-  EXPECT_EQ(double_.streams(), 2);
+  EXPECT_EQ(double_.last().streams, 2);
   server_.WithState([](ScriptedServer::State& state) { state.max_stripes = 0; });
   Connect();
   Value(Submit().Get());
   ExpectGradients();
-  EXPECT_EQ(double_.streams(), 1);
-  EXPECT_TRUE(double_.header().transfer_id().empty());
+  EXPECT_EQ(double_.last().streams, 1);
+  EXPECT_TRUE(double_.last().header.transfer_id().empty());
 }
 
 TEST_F(ClientTransfer, SlowStreamGetsFewerRows) {
@@ -165,7 +165,7 @@ TEST_F(ClientTransfer, SlowStreamGetsFewerRows) {
   const std::vector<int32_t> targets(rows.size() / kHiddenSize, 1);
   MicroBatchOptions options = {.step = 0, .micro_batch = 0, .return_grad_hidden = false};
   Value(head_->CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, options).Get());
-  const std::vector<int64_t> by_stream = double_.rows_by_stream();
+  const std::vector<int64_t> by_stream = double_.last().rows_by_stream;
   ASSERT_THAT(by_stream, SizeIs(2));
   EXPECT_LT(by_stream[1], by_stream[0]);
 }
@@ -272,7 +272,7 @@ TEST_F(ClientTransfer, ServerThatRefusesStripesGetsOneStream) {
   server_.transfer_rows = nullptr;
   Value(Submit().Get());
   ExpectGradients();
-  EXPECT_EQ(double_.streams(), 1);
+  EXPECT_EQ(double_.last().streams, 1);
   const size_t refusals = server_.CallsOf("TransferRows").size();
   EXPECT_GT(refusals, 0u);
   Value(Submit().Get());
@@ -375,20 +375,44 @@ TEST_F(ClientTransfer, WorsePathIsExplainedOnce) {
   EXPECT_EQ(client_->stats().why_not_better, notices[0]);
 }
 
-// Starts a transfer over these connections; how it ends.
-std::future<TransferResult> StartTransfer(TransferRequest request, std::vector<ConnectionLease> connections, DelayedTasks& timers,
-                                          DelayedTasks& workers) {
-  const auto result = std::make_shared<std::promise<TransferResult>>();
-  std::future<TransferResult> ended = result->get_future();
-  std::make_shared<TransferCall>(std::move(request), std::move(connections), timers, workers, [result](TransferResult end) {
-    result->set_value(std::move(end));
-  })->Start();
-  return ended;
-}
+// A transfer of one row over `stream_count` connections, whose gradient has rows of four bytes; how it ends.
+struct OneRow {
+  OneRow(const ScriptedServer& server, int stream_count, int64_t grad_rows) : grad(static_cast<size_t>(grad_rows * 4)) {
+    const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(5);
+    for (int i = 0; i < stream_count; ++i) {
+      kept.push_back(Value(DataConnection::Open("ipv4:" + server.target(), {}, deadline)));
+      connections.push_back(Lease(kept.back()));
+    }
+    request.method = "/headwater.v1.LossService/ComputeLoss";
+    if (stream_count > 1) request.transfer_id = std::string(16, 't');
+    request.grad_hidden = grad.data();
+    request.grad_row_count = grad_rows;
+    request.grad_row_bytes = 4;
+    request.target = server.target();
+    request.deadline = deadline;
+    request.rows = {OutgoingRows{v1::CHUNK_ROLE_HIDDEN, 0, hidden.data(), 1, 4, 0}};
+  }
+  std::future<TransferResult> Start() {
+    const auto result = std::make_shared<std::promise<TransferResult>>();
+    std::future<TransferResult> ended = result->get_future();
+    std::make_shared<TransferCall>(std::move(request), std::move(connections), timers, workers, [result](TransferResult end) {
+      result->set_value(std::move(end));
+    })->Start();
+    return ended;
+  }
+
+  std::vector<unsigned char> hidden = std::vector<unsigned char>(4);
+  std::vector<unsigned char> grad;
+  // Kept here, as by the pool: gRPC's threads must not end them.
+  std::vector<std::shared_ptr<DataConnection>> kept;
+  std::vector<ConnectionLease> connections;
+  DelayedTasks timers;
+  DelayedTasks workers;
+  TransferRequest request;
+};
 
 // Two streams of which the primary one ends at once, and the other brings all gradients: a row every `pace`, `sent_rows` of them.
 TransferResult TransferWithLateStripe(int64_t sent_rows, milliseconds pace, std::vector<unsigned char>& grad) {
-  constexpr int64_t kGradRowBytes = 4;
   ScriptedServer server;
   server.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
     v1::ComputeLossRequest request;
@@ -414,30 +438,10 @@ TransferResult TransferWithLateStripe(int64_t sent_rows, milliseconds pace, std:
     }
     return sent_rows == kLateRows ? grpc::Status::OK : StripeDouble::Stall(context);
   };
-  const std::string peer = "ipv4:" + server.target();
-  const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(5);
-  // Kept here, as by the pool: gRPC's threads must not end them.
-  std::vector<std::shared_ptr<DataConnection>> kept;
-  std::vector<ConnectionLease> connections;
-  for (int i = 0; i < 2; ++i) {
-    kept.push_back(Value(DataConnection::Open(peer, {}, deadline)));
-    connections.push_back(Lease(kept.back()));
-  }
-  DelayedTasks timers;
-  DelayedTasks workers;
-  grad.assign(static_cast<size_t>(kLateRows * kGradRowBytes), 0);
-  TransferRequest request;
-  request.method = "/headwater.v1.LossService/ComputeLoss";
-  request.transfer_id = std::string(16, 't');
-  request.grad_hidden = grad.data();
-  request.grad_row_count = kLateRows;
-  request.grad_row_bytes = kGradRowBytes;
-  request.target = server.target();
-  request.deadline = deadline;
-  std::vector<unsigned char> hidden(4);
-  const OutgoingRows rows = {v1::CHUNK_ROLE_HIDDEN, 0, hidden.data(), 1, 4, 0};
-  request.rows = {rows};
-  return StartTransfer(std::move(request), std::move(connections), timers, workers).get();
+  OneRow transfer(server, 2, kLateRows);
+  const TransferResult result = transfer.Start().get();
+  grad = transfer.grad;
+  return result;
 }
 
 TEST(TransferCall, LateStripeIsWaitedForAsLongAsItBringsRows) {
@@ -471,26 +475,9 @@ TEST(TransferCall, EndsWhereThereIsNoMemoryForAnAnswer) {
     }
     return grpc::Status::OK;
   };
-  const std::string peer = "ipv4:" + server.target();
-  const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(5);
-  // Kept here, as by the pool: gRPC's threads must not end it.
-  const std::shared_ptr<DataConnection> connection = Value(DataConnection::Open(peer, {}, deadline));
-  std::vector<ConnectionLease> connections;
-  connections.push_back(Lease(connection));
-  DelayedTasks timers;
-  DelayedTasks workers;
-  std::vector<unsigned char> grad(4);
-  TransferRequest request;
-  request.method = "/headwater.v1.LossService/ComputeLoss";
-  request.grad_hidden = grad.data();
-  request.grad_row_count = 1;
-  request.grad_row_bytes = 4;
-  request.on_grad_rows = [](int64_t, int64_t) -> absl::Status { throw std::bad_alloc(); };
-  request.target = server.target();
-  request.deadline = deadline;
-  const OutgoingRows rows = {v1::CHUNK_ROLE_HIDDEN, 0, grad.data(), 1, 4, 0};
-  request.rows = {rows};
-  std::future<TransferResult> ended = StartTransfer(std::move(request), std::move(connections), timers, workers);
+  OneRow transfer(server, 1, 1);
+  transfer.request.on_grad_rows = [](int64_t, int64_t) -> absl::Status { throw std::bad_alloc(); };
+  std::future<TransferResult> ended = transfer.Start();
   ASSERT_EQ(ended.wait_for(kSlack), std::future_status::ready);
   const absl::Status status = ended.get().status;
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);

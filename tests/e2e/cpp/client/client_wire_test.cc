@@ -46,31 +46,6 @@ std::string BytesField(int field, const std::string& bytes) {
   return Varint(static_cast<uint64_t>(field) << 3 | 2) + Varint(bytes.size()) + bytes;
 }
 
-TEST(ChunkWire, PrefixIsWhatProtobufReads) {
-  for (v1::ChunkView header :
-       {v1::ChunkView{v1::CHUNK_ROLE_HIDDEN, 0, 0, 1}, v1::ChunkView{v1::CHUNK_ROLE_TEACHER_HIDDEN, 3, 7, 200},
-        v1::ChunkView{v1::CHUNK_ROLE_HIDDEN, 0, int64_t{1} << 40, int64_t{1} << 33}}) {
-    for (const size_t size : {0u, 1u, 127u, 128u, 70000u}) {
-      const std::string rows(size, 'r');
-      header.data_bytes = static_cast<int64_t>(size);
-      const std::string bytes = v1::ChunkMessagePrefix(v1::ChunkField::kOfRequest, header) + rows;
-      v1::ComputeLossRequest loss;
-      ASSERT_TRUE(loss.ParseFromString(bytes));
-      v1::TransferRowsRequest stripe;
-      ASSERT_TRUE(stripe.ParseFromString(bytes));
-      v1::StreamTeacherRequest teacher;
-      ASSERT_TRUE(teacher.ParseFromString(bytes));
-      EXPECT_EQ(loss.chunk().SerializeAsString(), stripe.chunk().SerializeAsString());
-      EXPECT_EQ(loss.chunk().SerializeAsString(), teacher.chunk().SerializeAsString());
-      EXPECT_EQ(loss.chunk().role(), header.role);
-      EXPECT_EQ(loss.chunk().term_index(), header.term_index);
-      EXPECT_EQ(loss.chunk().row_start(), header.row_start);
-      EXPECT_EQ(loss.chunk().row_count(), header.row_count);
-      EXPECT_EQ(loss.chunk().data(), rows);
-    }
-  }
-}
-
 TEST(ChunkWire, ProtobufsMessagesAreReadWhereverTheyAreCut) {
   v1::ComputeLossResponse response;
   response.mutable_chunk()->set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
@@ -135,35 +110,6 @@ TEST(ChunkWire, BrokenBytesAreErrors) {
     EXPECT_FALSE(DecodeResponse(Sliced(broken, {})).ok());
   }
   EXPECT_FALSE(DecodeResponse(Sliced(std::string(1000, '\x0b'), {})).ok()) << "groups without end";
-}
-
-TEST(ChunkWire, AgreesWithProtobufOnMutatedMessages) {
-  std::mt19937 generator(17);
-  v1::ComputeLossResponse response;
-  response.mutable_chunk()->set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
-  response.mutable_chunk()->set_row_start(130);
-  response.mutable_chunk()->set_row_count(3);
-  response.mutable_chunk()->set_data(std::string(40, 'x'));
-  const std::string good = response.SerializeAsString();
-  int compared = 0;
-  for (int round = 0; round < 20000; ++round) {
-    std::string bytes = good;
-    for (unsigned change = generator() % 3 + 1; change > 0; --change) {
-      const size_t at = generator() % std::min<size_t>(bytes.size(), 16);
-      bytes[at] = static_cast<char>(generator());
-    }
-    const grpc::ByteBuffer message = Sliced(bytes, {generator() % bytes.size()});
-    const absl::StatusOr<DecodedResponse> decoded = DecodeResponse(message);
-    v1::ComputeLossResponse reference;
-    if (!reference.ParseFromString(bytes) || !reference.has_chunk() || !decoded.ok() || !decoded->has_chunk) continue;
-    ++compared;
-    EXPECT_EQ(decoded->chunk.role, reference.chunk().role());
-    EXPECT_EQ(decoded->chunk.term_index, reference.chunk().term_index());
-    EXPECT_EQ(decoded->chunk.row_start, reference.chunk().row_start());
-    EXPECT_EQ(decoded->chunk.row_count, reference.chunk().row_count());
-    EXPECT_EQ(RowsOf(*decoded), reference.chunk().data());
-  }
-  EXPECT_GT(compared, 1000);
 }
 
 TEST(RowQueue, FirstRowsOfEveryTensorComeFirstAndEachOnce) {

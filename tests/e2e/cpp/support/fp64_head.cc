@@ -2,19 +2,23 @@
 
 #include <algorithm>
 
+#include "kernels/reference/loss_reference.h"
+
 namespace headwater::e2e {
 namespace {
 
-Doubles LogSoftmax(Doubles logits, double temperature) {
-  double largest = -std::numeric_limits<double>::infinity();
-  for (double& logit : logits) {
-    logit /= temperature;
-    largest = std::max(largest, logit);
-  }
-  double sum = 0;
-  for (const double logit : logits) sum += std::exp(logit - largest);
-  for (double& logit : logits) logit -= largest + std::log(sum);
-  return logits;
+reference::Matrix MatrixOf(const std::vector<float>& values, int64_t columns) {
+  return {static_cast<int64_t>(values.size()) / columns, columns, Doubles(values.begin(), values.end())};
+}
+
+reference::Head HeadOf(int64_t vocab_size, int64_t hidden_size, const Doubles& weight, const Doubles& bias) {
+  reference::Head head = {{vocab_size, hidden_size, weight}, bias, {}, true};
+  head.transform.valid_vocab_size = vocab_size;
+  return head;
+}
+
+void Add(const Doubles& share, double factor, Doubles* sum) {
+  for (size_t i = 0; i < share.size(); ++i) (*sum)[i] += factor * share[i];
 }
 
 }  // namespace
@@ -29,67 +33,39 @@ Fp64Head::Fp64Head(int64_t vocab_size, int64_t hidden_size, const std::vector<fl
       moment1_(weight.size() + bias.size()),
       moment2_(weight.size() + bias.size()) {}
 
-Doubles Fp64Head::Logits(const float* row) const {
-  Doubles logits = bias_;
-  for (int64_t v = 0; v < vocab_size_; ++v) {
-    for (int64_t h = 0; h < hidden_size_; ++h) logits[v] += static_cast<double>(row[h]) * weight_[v * hidden_size_ + h];
-  }
-  return logits;
-}
-
-void Fp64Head::AddGradient(const float* row, const Doubles& grad_logits, double factor, double* grad_row) {
-  for (int64_t v = 0; v < vocab_size_; ++v) {
-    for (int64_t h = 0; h < hidden_size_; ++h) {
-      grad_row[h] += grad_logits[v] * weight_[v * hidden_size_ + h];
-      grad_weight_[v * hidden_size_ + h] += factor * grad_logits[v] * row[h];
-    }
-    grad_bias_[v] += factor * grad_logits[v];
-  }
-}
-
 Fp64Head::Loss Fp64Head::CrossEntropy(const std::vector<float>& hidden, const std::vector<int32_t>& targets, double scale,
                                       double factor) {
-  Loss loss;
-  loss.grad_hidden.resize(hidden.size());
-  for (size_t t = 0; t < targets.size(); ++t) {
-    if (targets[t] == -100) continue;
-    const float* const row = hidden.data() + t * hidden_size_;
-    const Doubles log_p = LogSoftmax(Logits(row), 1.0);
-    loss.sum -= log_p[targets[t]];
-    Doubles grad_logits(vocab_size_);
-    for (int64_t v = 0; v < vocab_size_; ++v) grad_logits[v] = scale * (std::exp(log_p[v]) - (v == targets[t] ? 1.0 : 0.0));
-    AddGradient(row, grad_logits, factor, loss.grad_hidden.data() + t * hidden_size_);
-  }
-  return loss;
+  const reference::Head head = HeadOf(vocab_size_, hidden_size_, weight_, bias_);
+  reference::Term term;
+  term.head = &head;
+  term.row_count = static_cast<int64_t>(targets.size());
+  term.targets = targets;
+  term.loss_scale = scale;
+  const reference::Result result = reference::Compute(MatrixOf(hidden, hidden_size_), {&term, 1}, 1);
+  Add(result.gradient.at(&head).weight.data, factor, &grad_weight_);
+  Add(result.gradient.at(&head).bias, factor, &grad_bias_);
+  return {result.terms[0].sums.loss_sum, result.grad_hidden.data};
 }
 
 Fp64Head::Loss Fp64Head::Jsd(const std::vector<float>& hidden, const Fp64Head& teacher, const std::vector<float>& teacher_hidden,
                              double beta, double student_temperature, double teacher_temperature, double scale) {
-  Loss loss;
-  loss.grad_hidden.resize(hidden.size());
-  const size_t rows = hidden.size() / hidden_size_;
-  for (size_t t = 0; t < rows; ++t) {
-    const float* const row = hidden.data() + t * hidden_size_;
-    const Doubles log_q = LogSoftmax(Logits(row), student_temperature);
-    const Doubles log_p = LogSoftmax(teacher.Logits(teacher_hidden.data() + t * teacher.hidden_size_), teacher_temperature);
-    // d/d log_q_v of the sum is (1 - beta) * q_v * log(q_v / m_v); the mixture's own derivative cancels.
-    Doubles grad_log_q(vocab_size_);
-    double grad_sum = 0;
-    for (int64_t v = 0; v < vocab_size_; ++v) {
-      const double p = std::exp(log_p[v]);
-      const double q = std::exp(log_q[v]);
-      const double log_m = std::log(beta * p + (1 - beta) * q);
-      loss.sum += beta * p * (log_p[v] - log_m) + (1 - beta) * q * (log_q[v] - log_m);
-      grad_log_q[v] = (1 - beta) * q * (log_q[v] - log_m);
-      grad_sum += grad_log_q[v];
-    }
-    Doubles grad_logits(vocab_size_);
-    for (int64_t v = 0; v < vocab_size_; ++v) {
-      grad_logits[v] = scale / student_temperature * (grad_log_q[v] - std::exp(log_q[v]) * grad_sum);
-    }
-    AddGradient(row, grad_logits, 1.0, loss.grad_hidden.data() + t * hidden_size_);
-  }
-  return loss;
+  const reference::Head head = HeadOf(vocab_size_, hidden_size_, weight_, bias_);
+  const reference::Head teacher_head = HeadOf(teacher.vocab_size_, teacher.hidden_size_, teacher.weight_, teacher.bias_);
+  reference::JsdOptions options;
+  options.beta = beta;
+  options.student_temperature = student_temperature;
+  options.teacher_temperature = teacher_temperature;
+  reference::Term term;
+  term.head = &head;
+  term.row_count = static_cast<int64_t>(hidden.size()) / hidden_size_;
+  term.loss_scale = scale;
+  term.loss = options;
+  term.teacher_head = &teacher_head;
+  term.teacher_hidden = MatrixOf(teacher_hidden, teacher.hidden_size_);
+  const reference::Result result = reference::Compute(MatrixOf(hidden, hidden_size_), {&term, 1}, 1);
+  Add(result.gradient.at(&head).weight.data, 1, &grad_weight_);
+  Add(result.gradient.at(&head).bias, 1, &grad_bias_);
+  return {result.terms[0].sums.loss_sum, result.grad_hidden.data};
 }
 
 double Fp64Head::GradNormSquared() const {

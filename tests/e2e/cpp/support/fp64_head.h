@@ -1,4 +1,4 @@
-// A head in double precision, written straight from the formulas of docs/math.md and independent of everything in kernels/.
+// A head in double precision: kernels/reference, which is independent of the engines, with what a test has added to it.
 #ifndef HEADWATER_TESTS_E2E_CPP_SUPPORT_FP64_HEAD_H_
 #define HEADWATER_TESTS_E2E_CPP_SUPPORT_FP64_HEAD_H_
 
@@ -49,9 +49,6 @@ class Fp64Head {
   double GradNormSquared() const;
 
  private:
-  Doubles Logits(const float* row) const;
-  void AddGradient(const float* row, const Doubles& grad_logits, double factor, double* grad_row);
-
   const int64_t vocab_size_;
   const int64_t hidden_size_;
   Doubles weight_, bias_, grad_weight_, grad_bias_;

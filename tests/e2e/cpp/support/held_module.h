@@ -3,7 +3,6 @@
 #define HEADWATER_TESTS_E2E_CPP_SUPPORT_HELD_MODULE_H_
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <filesystem>
 #include <string>
@@ -15,15 +14,7 @@ namespace headwater::e2e {
 
 class HeldModule : public ::testing::Test {
  protected:
-  HeldModule() {
-    setenv("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE, 1);
-    setenv("HEADWATER_FAKE_HOLD", folder_.path().c_str(), 1);
-  }
-  ~HeldModule() override {
-    Release();
-    unsetenv("HEADWATER_FAKE_HOLD");
-    unsetenv("HEADWATER_CUDA_MODULE");
-  }
+  ~HeldModule() override { Release(); }
 
   std::string Path(const std::string& name) const { return folder_.path() + "/" + name; }
   void Hold() const { WriteFile(Path("hold"), ""); }
@@ -33,7 +24,9 @@ class HeldModule : public ::testing::Test {
   void Release() const { std::filesystem::remove(Path("hold")); }
 
  private:
-  TemporaryDirectory folder_;
+  const TemporaryDirectory folder_;
+  const EnvironmentVariable module_{"HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE};
+  const EnvironmentVariable hold_{"HEADWATER_FAKE_HOLD", folder_.path()};
 };
 
 }  // namespace headwater::e2e
