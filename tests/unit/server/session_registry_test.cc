@@ -71,16 +71,6 @@ TEST_F(SessionRegistryTest, TheLeaseIsBounded) {
   }
 }
 
-TEST_F(SessionRegistryTest, AnUnknownIdIsToldNothing) {
-  MustOpen();
-  const SessionId unknown{1, 2, 3};
-  EXPECT_REASON(sessions_.Begin(unknown), kSessionNotFound);
-  EXPECT_REASON(sessions_.Renew(unknown), kSessionNotFound);
-  EXPECT_FALSE(sessions_.Close(unknown));
-  EXPECT_TRUE(ended_.empty());
-  EXPECT_EQ(sessions_.size(), 1);
-}
-
 TEST_F(SessionRegistryTest, ALeaseEndsWithoutCalls) {
   const SessionId id = MustOpen(absl::Seconds(30), "trainer-7");
   const SessionId longer = MustOpen(absl::Seconds(40));
@@ -103,30 +93,6 @@ TEST_F(SessionRegistryTest, ALeaseEndsWithoutCalls) {
   EXPECT_EQ(ended_.size(), 1u);
 }
 
-TEST_F(SessionRegistryTest, AnEndedLeaseIsOverBeforeAnybodyLooks) {
-  const SessionId id = MustOpen();
-  Pass(absl::Seconds(30));
-  EXPECT_REASON(sessions_.Begin(id), kSessionNotFound);
-  EXPECT_REASON(sessions_.Renew(id), kSessionNotFound);
-  EXPECT_FALSE(sessions_.Close(id));
-  EXPECT_TRUE(ended_.empty());
-  EXPECT_EQ(sessions_.Expire().size(), 1u);  // what it left is dropped now
-  EXPECT_EQ(ended_, std::vector<SessionId>{id});
-}
-
-TEST_F(SessionRegistryTest, EveryCallAndEveryRenewalKeepsItAlive) {
-  const SessionId id = MustOpen();
-  for (int i = 0; i < 5; ++i) {
-    Pass(absl::Seconds(29));
-    EXPECT_EQ(*sessions_.Renew(id), absl::Seconds(30));
-    Pass(absl::Seconds(29));
-    MustBegin(id);
-    EXPECT_EQ(sessions_.Expire().size(), 0u);
-  }
-  Pass(absl::Seconds(30));
-  EXPECT_EQ(sessions_.Expire().size(), 1u);
-}
-
 TEST_F(SessionRegistryTest, ARunningCallHoldsTheLease) {
   const SessionId id = MustOpen();
   std::optional<Use> first = MustBegin(id);
@@ -145,16 +111,6 @@ TEST_F(SessionRegistryTest, ARunningCallHoldsTheLease) {
   Pass(absl::Seconds(1));
   EXPECT_EQ(sessions_.Expire().size(), 1u);
   EXPECT_EQ(ended_, std::vector<SessionId>{id});
-}
-
-TEST_F(SessionRegistryTest, ClosingEndsItAtOnce) {
-  const SessionId id = MustOpen();
-  MustBegin(id);
-  EXPECT_TRUE(sessions_.Close(id));
-  EXPECT_EQ(ended_, std::vector<SessionId>{id});
-  EXPECT_FALSE(sessions_.Close(id));
-  EXPECT_EQ(ended_.size(), 1u);
-  EXPECT_EQ(sessions_.size(), 0);
 }
 
 TEST_F(SessionRegistryTest, ClosingWithRunningCallsEndsItOnceMoreAfterTheLast) {

@@ -51,25 +51,6 @@ class StepLedgerTest : public ::testing::Test {
   StepLedger ledger_{7, kRoom};
 };
 
-TEST_F(StepLedgerTest, BeginsOpenAtTheInitialStep) {
-  EXPECT_EQ(ledger_.open().step, 7);
-  EXPECT_EQ(ledger_.open().state, StepState::kOpen);
-  EXPECT_FALSE(ledger_.last_closed().has_value());
-}
-
-TEST_F(StepLedgerTest, EagerMicroBatchIsInProgressThenCommitted) {
-  EXPECT_EQ(MustBegin(3), BeginDecision::kCompute);
-  EXPECT_EQ(Record(3).state, ContributionState::kInProgress);
-  EXPECT_FALSE(Record(3).digest.has_value());
-  EXPECT_TRUE(ledger_.open().HasUndecided());
-  EXPECT_OK(ledger_.FinishCommitted(3, ContributionForm::kDirect, kCounts));
-  EXPECT_EQ(Record(3).state, ContributionState::kCommitted);
-  EXPECT_EQ(Record(3).form, ContributionForm::kDirect);
-  EXPECT_EQ(Record(3).digest, kFirst);
-  EXPECT_EQ(Record(3).factor, Factor(1));
-  EXPECT_EQ(Record(3).counts, kCounts);
-}
-
 TEST_F(StepLedgerTest, AProvisionalOneGetsItsDigestLater) {
   EXPECT_TRUE(*BeginProvisionally(7, 3, 0));
   EXPECT_EQ(Record(3).state, ContributionState::kInProgress);
@@ -97,41 +78,6 @@ TEST_F(StepLedgerTest, AProvisionalOneThatEndsIsForgotten) {
   StepLedger full(7, 1);
   EXPECT_FALSE(*full.Discard(7, 3, 0));
   EXPECT_REASON(full.CheckBegin(7, 9, 0, std::nullopt, false), kLimitExceeded);
-}
-
-TEST_F(StepLedgerTest, WhatIsKnownDoesNotBeginProvisionally) {
-  Commit(1);
-  Stage(2);
-  const StepRecord before = ledger_.open();
-  EXPECT_FALSE(*BeginProvisionally(7, 1, 0));
-  EXPECT_FALSE(*BeginProvisionally(7, 1, 5));
-  EXPECT_FALSE(*BeginProvisionally(7, 2, 0));
-  EXPECT_FALSE(*BeginProvisionally(7, 2, 5));  // supersedes it once its digest is known
-  EXPECT_EQ(ledger_.open().micro_batches, before.micro_batches);
-}
-
-TEST_F(StepLedgerTest, SeveralAreInProgressAtOnce) {
-  EXPECT_TRUE(*BeginProvisionally(7, 1, 0));
-  EXPECT_EQ(MustBegin(2), BeginDecision::kCompute);
-  EXPECT_TRUE(*BeginProvisionally(7, 3, 0));
-  EXPECT_OK(ledger_.SetDigest(3, kSecond));
-  EXPECT_OK(ledger_.FinishCommitted(3, ContributionForm::kDirect, kCounts));
-  EXPECT_OK(ledger_.Abort(1));
-  EXPECT_REASON(ledger_.Seal(7, int64_t{4}), kMicroBatchMissing);
-  EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{3}), kMicroBatchUncommitted);
-  EXPECT_OK(ledger_.FinishCommitted(2, ContributionForm::kDirect, kCounts));
-  EXPECT_TRUE(*ledger_.Seal(7, std::vector<int64_t>{2, 3}));
-  EXPECT_EQ(Record(2).digest, kFirst);
-  EXPECT_EQ(Record(3).digest, kSecond);
-}
-
-TEST_F(StepLedgerTest, TotalsAreOfCommittedOnes) {
-  Commit(5);
-  Commit(1);
-  Stage(2);
-  MustBegin(3);
-  const StepTotals totals = ledger_.open().Totals();
-  EXPECT_EQ(totals, (StepTotals{2, 20, 5.0, 18.0, 2}));
 }
 
 TEST_F(StepLedgerTest, OtherStepsAreRefusedWithTheOpenOne) {
@@ -167,23 +113,6 @@ TEST_F(StepLedgerTest, RepeatsReplayAndOthersConflict) {
     EXPECT_EQ(Record(id).digest, kFirst);
   }
   EXPECT_EQ(Record(1).state, ContributionState::kStaged);
-}
-
-TEST_F(StepLedgerTest, ADuplicateOfOneInProgressIsTold) {
-  MustBegin(0);
-  EXPECT_REASON(Begin(ledger_, 7, 0, 0, kFirst, false), kMicroBatchInProgress);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0), kMicroBatchInProgress);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kMicroBatchInProgress);
-  EXPECT_REASON(ledger_.Discard(7, 0, 0), kMicroBatchInProgress);
-  EXPECT_REASON(ledger_.Close(7, StepState::kDiscarded), kMicroBatchInProgress);
-  EXPECT_EQ(Record(0).state, ContributionState::kInProgress);
-}
-
-TEST_F(StepLedgerTest, AnAbortedOneIsForgotten) {
-  MustBegin(0);
-  EXPECT_OK(ledger_.Abort(0));
-  EXPECT_TRUE(ledger_.open().micro_batches.empty());
-  EXPECT_EQ(MustBegin(0, kSecond), BeginDecision::kCompute);
 }
 
 TEST_F(StepLedgerTest, FinishingWhatIsNotInProgressIsADefect) {
@@ -272,13 +201,6 @@ TEST_F(StepLedgerTest, AHigherAttemptPassesATombstone) {
   EXPECT_OK(ledger_.CheckBegin(7, 0, 3));
 }
 
-TEST_F(StepLedgerTest, ARepeatOfACommittedOneIsAnsweredBehindAnyFence) {
-  Commit(0);
-  EXPECT_FALSE(*ledger_.Supersede(7, 0, 3));
-  EXPECT_OK(ledger_.CheckBegin(7, 0, 0));
-  EXPECT_EQ(MustBegin(0), BeginDecision::kReplay);
-}
-
 TEST_F(StepLedgerTest, AnAnnouncedAttemptFencesLowerOnesOff) {
   EXPECT_FALSE(*ledger_.Supersede(7, 0, 0));
   EXPECT_TRUE(ledger_.open().micro_batches.empty());  // attempt 0 leaves nothing behind
@@ -301,19 +223,6 @@ TEST_F(StepLedgerTest, AnAnnouncedAttemptFencesLowerOnesOff) {
   EXPECT_TRUE(*ledger_.Seal(7, int64_t{1}));
 }
 
-TEST_F(StepLedgerTest, AnAnnouncedAttemptDropsWhatALowerOneLeftUndecided) {
-  Stage(0);
-  EXPECT_TRUE(*ledger_.Supersede(7, 0, 1));
-  EXPECT_EQ(Record(0).state, ContributionState::kNone);
-  EXPECT_FALSE(ledger_.open().HasUndecided());
-  EXPECT_FALSE(*ledger_.Supersede(7, 0, 1));
-  Commit(1);
-  EXPECT_FALSE(*ledger_.Supersede(7, 1, 5));
-  EXPECT_EQ(Record(1).state, ContributionState::kCommitted);
-  EXPECT_EQ(MustBegin(1, kFirst, 0), BeginDecision::kReplay);
-  EXPECT_EQ(MustBegin(1, kFirst, 5), BeginDecision::kReplay);
-}
-
 TEST_F(StepLedgerTest, AHigherAttemptIsLetThroughWhileALowerOneIsComputed) {
   EXPECT_EQ(MustBegin(0, kFirst, 1), BeginDecision::kCompute);
   EXPECT_REASON(ledger_.CheckBegin(7, 0, 0), kAttemptSuperseded);
@@ -321,16 +230,6 @@ TEST_F(StepLedgerTest, AHigherAttemptIsLetThroughWhileALowerOneIsComputed) {
   EXPECT_OK(ledger_.CheckBegin(7, 0, 2));
   EXPECT_REASON(Begin(ledger_, 7, 0, 2, kFirst, false), kMicroBatchInProgress);
   EXPECT_REASON(ledger_.Supersede(7, 0, 2), kInternal);
-}
-
-TEST_F(StepLedgerTest, ADiscardBelowAnAnnouncedAttemptLeavesThatAlone) {
-  EXPECT_FALSE(*ledger_.Supersede(7, 0, 3));
-  EXPECT_FALSE(*ledger_.Discard(7, 0, 1));
-  EXPECT_OK(ledger_.CheckBegin(7, 0, 3));
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 1), kMicroBatchDiscarded);
-  EXPECT_FALSE(*ledger_.Discard(7, 0, 3));
-  EXPECT_EQ(Record(0).state, ContributionState::kDiscarded);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 3), kMicroBatchDiscarded);
 }
 
 TEST_F(StepLedgerTest, TokenFactorsArePartOfTheFactor) {
@@ -342,30 +241,6 @@ TEST_F(StepLedgerTest, TokenFactorsArePartOfTheFactor) {
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(2.0)), kMicroBatchConflict);
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, CommitFactor({2.0, kSecond})), kMicroBatchConflict);
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1e39)), kInvalidField);  // beyond fp32
-}
-
-TEST_F(StepLedgerTest, AHigherAttemptSupersedesAStagedOne) {
-  Stage(0);
-  EXPECT_EQ(MustBegin(0, kSecond, 1), BeginDecision::kCompute);
-  EXPECT_OK(ledger_.FinishStaged(0, ContributionForm::kStaged, kCounts));
-  EXPECT_EQ(Record(0).attempt, 1);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kAttemptSuperseded);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 0), kAttemptSuperseded);
-  EXPECT_REASON(ledger_.Discard(7, 0, 0), kAttemptSuperseded);
-  EXPECT_TRUE(*ledger_.CheckCommit(7, 0, 1, Factor(1)));
-}
-
-TEST_F(StepLedgerTest, ALowerAttemptIsSuperseded) {
-  EXPECT_EQ(MustBegin(0, kFirst, 4), BeginDecision::kCompute);
-  EXPECT_OK(ledger_.FinishCommitted(0, ContributionForm::kDirect, kCounts));
-  const absl::Status refused = ledger_.CheckBegin(7, 0, 3);
-  EXPECT_REASON(refused, kAttemptSuperseded);
-  EXPECT_EQ(GetErrorMetadata(refused).at("knownAttempt"), "4");
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 3, Factor(1)), kAttemptSuperseded);
-  // A higher attempt of a committed one is the same micro-batch, and so is its commit.
-  EXPECT_EQ(MustBegin(0, kFirst, 5), BeginDecision::kReplay);
-  EXPECT_FALSE(*ledger_.CheckCommit(7, 0, 5, Factor(1)));
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 5, Factor(2)), kMicroBatchConflict);
 }
 
 TEST_F(StepLedgerTest, SealNeedsExactlyTheExpectedOnes) {
@@ -425,29 +300,6 @@ TEST_F(StepLedgerTest, HugeAndWrongExpectations) {
   EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{0, 0}), kInvalidField);
   EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{-5}), kInvalidField);
   EXPECT_EQ(ledger_.open().state, StepState::kOpen);
-}
-
-TEST_F(StepLedgerTest, CloseOpensTheNextStep) {
-  Commit(0);
-  EXPECT_REASON(ledger_.Close(7, StepState::kApplied), kStepNotSealed);
-  EXPECT_REASON(ledger_.Close(7, StepState::kReplaced), kStepNotSealed);
-  EXPECT_TRUE(*ledger_.Seal(7, int64_t{1}));
-  EXPECT_OK(ledger_.Close(7, StepState::kApplied));
-  EXPECT_EQ(ledger_.open().step, 8);
-  EXPECT_EQ(ledger_.open().state, StepState::kOpen);
-  EXPECT_TRUE(ledger_.open().micro_batches.empty());
-  ASSERT_TRUE(ledger_.last_closed().has_value());
-  EXPECT_EQ(ledger_.last_closed()->state, StepState::kApplied);
-  EXPECT_EQ(ledger_.last_closed()->micro_batches.at(0).digest, kFirst);
-  EXPECT_REASON(Begin(ledger_, 7, 0, 0, kFirst, false), kStepMismatch);
-}
-
-TEST_F(StepLedgerTest, DiscardingAStepDropsWhatIsStaged) {
-  Commit(0);
-  Stage(1);
-  EXPECT_OK(ledger_.Close(7, StepState::kDiscarded));
-  EXPECT_EQ(ledger_.last_closed()->micro_batches.at(1).state, ContributionState::kDiscarded);
-  EXPECT_EQ(ledger_.last_closed()->micro_batches.at(0).state, ContributionState::kCommitted);
 }
 
 TEST_F(StepLedgerTest, ResetForgetsEverything) {

@@ -18,24 +18,18 @@ constexpr Digest kDigest = {1};
 
 class StepTransactionsTest : public ::testing::Test {
  protected:
-  static HeadLimits InOrder(int64_t window) { return {.deterministic = true, .ordered_window = window}; }
   // Begins and leaves undecided.
-  static std::shared_ptr<PendingContribution> Stage(StepTransactions& steps, int64_t micro_batch, int64_t attempt = 0,
-                                                    const std::optional<SessionId>& session = std::nullopt) {
+  static std::shared_ptr<PendingContribution> Stage(StepTransactions& steps, int64_t micro_batch, int64_t attempt = 0) {
     EXPECT_OK(steps.ledger().CheckBegin(steps.open().step, micro_batch, attempt, kDigest, /*first_wins=*/false));
     steps.ledger().Begin(micro_batch, attempt, kDigest);
     steps.DropLowerAttempt(micro_batch);
-    auto pending = std::make_shared<PendingContribution>(std::set<const Head*>(), attempt, session, HeldRows(), nullptr);
+    auto pending = std::make_shared<PendingContribution>(std::set<const Head*>(), attempt, std::nullopt, HeldRows(), nullptr);
     steps.FinishPending(micro_batch, pending, ContributionForm::kHeld, ContributionCounts());
     return pending;
   }
   static void Commit(StepTransactions& steps, int64_t micro_batch) {
     Stage(steps, micro_batch);
     steps.FinishCommit(micro_batch, CommitFactor());
-  }
-  ContributionState StateOf(int64_t micro_batch) const {
-    const MicroBatchRecord* const record = steps_.open().Find(micro_batch);
-    return record != nullptr ? record->state : ContributionState::kNone;
   }
 
   const HeadName name_{"default", "student"};
@@ -66,27 +60,6 @@ TEST_F(StepTransactionsTest, TheHighestAttemptThatWaitsKeepsItsMark) {
   EXPECT_EQ(steps_.waiting_attempts().Higher(3, 0), std::nullopt);
 }
 
-TEST_F(StepTransactionsTest, WhatAnotherHeadDropsBecomesATombstone) {
-  const auto dropped = Stage(steps_, 1), kept = Stage(steps_, 2);
-  dropped->Drop();
-  EXPECT_EQ(StateOf(1), ContributionState::kStaged);
-  steps_.Settle();
-  EXPECT_EQ(StateOf(1), ContributionState::kDiscarded);
-  EXPECT_EQ(StateOf(2), ContributionState::kStaged);
-  EXPECT_EQ(steps_.pending().size(), 1u);
-}
-
-TEST_F(StepTransactionsTest, TheEndOfASessionDropsItsContributionsAlone) {
-  const SessionId session{1}, other{2};
-  Stage(steps_, 1, 0, session);
-  Stage(steps_, 2, 0, other);
-  Stage(steps_, 3);
-  Stage(steps_, 4, 0, session)->BeginCommit();
-  EXPECT_EQ(steps_.DropSession(session), 1);
-  EXPECT_EQ(StateOf(1), ContributionState::kDiscarded);
-  EXPECT_EQ(steps_.pending().size(), 3u);
-}
-
 TEST_F(StepTransactionsTest, TheEndOfAStepDropsWhatIsPending) {
   const auto closed = Stage(steps_, 1);
   steps_.last_apply() = AppliedStep();
@@ -105,18 +78,6 @@ TEST_F(StepTransactionsTest, TheEndOfAStepDropsWhatIsPending) {
   EXPECT_EQ(steps_.open().step, 7);
 }
 
-TEST_F(StepTransactionsTest, AStepHasContributionsFromItsFirstToItsEnd) {
-  EXPECT_FALSE(steps_.HasContributions());
-  Stage(steps_, 0);
-  EXPECT_TRUE(steps_.HasContributions());
-  steps_.FinishCommit(0, CommitFactor());
-  EXPECT_TRUE(steps_.pending().empty());
-  EXPECT_TRUE(steps_.HasContributions());
-  StepTransactions sealed(name_, SmallSpec(), HeadLimits());
-  EXPECT_OK(sealed.ledger().Seal(0, int64_t{0}));
-  EXPECT_TRUE(sealed.HasContributions());
-}
-
 TEST_F(StepTransactionsTest, WithoutOrderNothingWaits) {
   EXPECT_FALSE(steps_.in_order());
   Commit(steps_, 5);
@@ -126,35 +87,7 @@ TEST_F(StepTransactionsTest, WithoutOrderNothingWaits) {
   EXPECT_OK(steps_.CheckBegin(0, 3, 0));
   HeadSpec frozen = SmallSpec();
   frozen.trainable = false;
-  EXPECT_FALSE(StepTransactions(name_, frozen, InOrder(1)).in_order());
-}
-
-TEST_F(StepTransactionsTest, ADiscardedIdLeavesNoGapInTheOrder) {
-  StepTransactions steps(name_, SmallSpec(), InOrder(1));
-  EXPECT_TRUE(steps.in_order());
-  EXPECT_TRUE(steps.IsDue(0));
-  EXPECT_FALSE(steps.IsDue(1));
-  Stage(steps, 0);
-  EXPECT_REASON(steps.CheckBegin(0, 2, 0), kOrderedWindowFull);
-  EXPECT_OK(steps.CheckBegin(0, 0, 1));  // takes its place
-  EXPECT_OK(steps.Discard(0, 0, 0));
-  EXPECT_TRUE(steps.IsDue(1));
-  EXPECT_TRUE(steps.window()->IsFront(1));
-  Stage(steps, 0, 1);
-  EXPECT_FALSE(steps.window()->IsFront(1));
-  steps.FinishCommit(0, CommitFactor());
-  EXPECT_TRUE(steps.IsDue(0));
-  steps.MarkAdded(0);
-  EXPECT_TRUE(steps.window()->IsFront(1));
-}
-
-TEST_F(StepTransactionsTest, AnIdThatHasBeenPassedIsRefused) {
-  StepTransactions steps(name_, SmallSpec(), InOrder(8));
-  EXPECT_OK(steps.Discard(0, 0, 0));
-  Commit(steps, 1);
-  steps.MarkAdded(1);
-  EXPECT_REASON(steps.CheckBegin(0, 0, 1), kOrderPassed);
-  EXPECT_TRUE(steps.IsDue(0));
+  EXPECT_FALSE(StepTransactions(name_, frozen, {.deterministic = true, .ordered_window = 1}).in_order());
 }
 
 }  // namespace

@@ -294,15 +294,6 @@ TEST_F(HeadComebackTest, ANewHeadRemovesNothingOfAFormerOne) {
   EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1000", "step-3", "step-4", "step-5", "step-800", "step-900"}));
 }
 
-TEST_F(HeadComebackTest, ANewHeadThatWasNeverSavedDoesNotComeBackAsAFormerOne) {
-  Save(NewHead(), "old");
-  Start();  // without restoring
-  NewHead();
-  EXPECT_FALSE(IsLive());
-  EXPECT_TRUE(Restart().empty());
-  EXPECT_EQ(Checkpoints(), std::vector<std::string>{"old"});
-}
-
 TEST_F(HeadComebackTest, AHeadThatHadNoRoomToBeRestoredMakesRoomForANewOne) {
   Save(NewHead(), "old");
   const absl::Status no_memory = MakeError(ErrorReason::kMemoryBudgetExceeded, "no memory");
@@ -360,16 +351,6 @@ TEST_F(HeadComebackTest, ANewHeadContinuesTheRunThatItIsRestoredFrom) {
   EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-3", "step-4", "step-5"}));
 }
 
-TEST_F(HeadComebackTest, ASavedHeadKeepsItsRunWhateverItIsRestoredFrom) {
-  Save(NewHead(), "step-1");
-  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
-  const std::shared_ptr<Head> head = NewHead();
-  Save(head, "step-2");
-  EXPECT_OK(head->Restore(head->Describe().epoch, *store_, "step-1"));
-  Save(head, "step-3");
-  EXPECT_EQ(store_->Read("default", "a", "step-3")->first_sequence, store_->Read("default", "a", "step-2")->first_sequence);
-}
-
 TEST_F(HeadComebackTest, ARestoredHeadWhoseRunCannotBeRecordedStartsAnother) {
   Save(NewHead(), "step-1");
   EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
@@ -416,30 +397,6 @@ TEST_F(HeadComebackTest, AsManyAsAreKeptStayIfTheNextOneFails) {
 }
 
 // ---- deleting --------------------------------------------------------------------------------------------------------
-
-TEST_F(HeadComebackTest, ADeletedHeadDoesNotComeBackAndItsSuccessorDoes) {
-  Save(NewHead(), "old");
-  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
-  EXPECT_TRUE(Restart().empty());
-  EXPECT_EQ(store_->ListNewestFirst("default", "a")->newest_first.size(), 1u);
-  NewHead();
-  EXPECT_TRUE(Restart().empty());  // it was never saved: not from what the former one left
-  Save(NewHead(kName, SmallSpec(), 5), "new");
-  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
-  ASSERT_EQ(comebacks.size(), 1u);
-  EXPECT_EQ(comebacks[0].checkpoint, "new");
-}
-
-TEST_F(HeadComebackTest, ARefusedDeletionForgetsNothing) {
-  const std::shared_ptr<Head> head = NewHead();
-  Save(head, "x");
-  EXPECT_REASON(registry_->Delete(kName, NewEpoch(), true, store_.get()), kEpochFenced);
-  MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
-  EXPECT_OK(call.Run(engine_));
-  EXPECT_REASON(registry_->Delete(kName, std::nullopt, false, store_.get()), kHeadInUse);
-  EXPECT_EQ(*registry_->Find(kName), head);
-  EXPECT_EQ(Restart().size(), 1u);
-}
 
 TEST_F(HeadComebackTest, AMissingHeadIsDeletedFromTheStore) {
   EXPECT_REASON(registry_->Delete(kName, std::nullopt, true, store_.get()), kHeadNotFound);
@@ -546,18 +503,6 @@ TEST_F(HeadComebackTest, UnusedHeadsExpire) {
   now_ += absl::Seconds(9);
   EXPECT_EQ(registry_->ExpireIdle(absl::Seconds(10), nullptr, false).size(), 2u);
   EXPECT_EQ(registry_->size(), 0);
-}
-
-TEST_F(HeadComebackTest, AnExpiredHeadIsNotRestoredAndItsOpenStepIsDropped) {
-  const std::shared_ptr<Head> head = NewHead();
-  Save(head, "x");
-  MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
-  EXPECT_OK(call.Explicit().Run(engine_));
-  EXPECT_TRUE(head->InUse());
-  now_ += absl::Hours(1);
-  EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), false).size(), 1u);
-  EXPECT_REASON(CommitTo(head, KeyOf(*head), 0, 0, 1), kHeadNotFound);
-  EXPECT_TRUE(Restart().empty());
 }
 
 TEST_F(HeadComebackTest, IdleHeadsAreSavedFirstIfAsked) {
@@ -729,27 +674,19 @@ TEST_F(HeadComebackTest, HeadsWithNothingToSaveExpireWithout) {
   EXPECT_EQ(store_->ListNewestFirst("default", "a")->newest_first.size(), 1u);
 }
 
-TEST_F(HeadComebackTest, AHeadThatIsUsedWhileItIsSavedStays) {
+TEST_F(HeadComebackTest, AHeadThatIsUsedOrChangesWhileItIsSavedStays) {
+  // The changes are made by calls that have named it long ago.
   const std::shared_ptr<Head> head = NewHead();
-  now_ += absl::Hours(1);
-  files_.OnNextChange([&] { EXPECT_OK(registry_->Find(kName)); });
-  EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).empty());
-  EXPECT_OK(store_->Read("default", "a", "idle-0"));
-  EXPECT_EQ(*registry_->Find(kName), head);
-  EXPECT_OK(head->CheckEpoch(head->Describe().epoch));
-}
-
-TEST_F(HeadComebackTest, AHeadThatChangesWhileItIsSavedStays) {
-  // By calls that have named it long ago.
-  const std::shared_ptr<Head> head = NewHead();
-  const std::function<void()> changes[] = {[&] { EXPECT_OK(head->DiscardGradient(KeyOf(*head))); },
-                                           [&] { EXPECT_OK(head->Take(std::nullopt)); }};
-  for (const auto& change : changes) {
+  const std::function<void()> uses[] = {[&] { EXPECT_OK(registry_->Find(kName)); },
+                                        [&] { EXPECT_OK(head->DiscardGradient(KeyOf(*head))); },
+                                        [&] { EXPECT_OK(head->Take(std::nullopt)); }};
+  for (const auto& use : uses) {
     now_ += absl::Hours(1);
-    files_.OnNextChange(change);
+    files_.OnNextChange(use);
     EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).empty());
     EXPECT_OK(head->CheckEpoch(head->Describe().epoch));
   }
+  EXPECT_OK(store_->Read("default", "a", "idle-0"));
   EXPECT_EQ(*registry_->Find(kName), head);
 }
 

@@ -2,6 +2,7 @@
 // memory that is let go, heads that share a micro-batch.
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,7 +11,6 @@
 #include "absl/time/clock.h"
 #include "head_test_util.h"
 #include "server/heads/head_name.h"
-#include "server/heads/head_registry.h"
 #include "server/heads/weights/weight_tensors.h"
 
 namespace headwater::heads {
@@ -18,8 +18,6 @@ namespace {
 
 using headwater::testing::FakeControl;
 using headwater::testing::FakeHead;
-
-const Payload kRow = {{1, 2, 3}, {2}};
 
 // An engine that remembers what its computations were to wait for, and whose heads the last update that they were asked for.
 class RecordingEngine : public FakeEngine {
@@ -158,22 +156,21 @@ std::weak_ptr<const void> ReplaceWeightAlone(Head& head) {
   return tensor.data;
 }
 
-TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWithTheHead) {
+TEST(HeadDetailsTest, HalfOfNewWeightsIsFreedWithItsStep) {
   FakeEngine engine;
-  const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
-  const std::weak_ptr<const void> values = ReplaceWeightAlone(*head);
-  EXPECT_FALSE(values.expired());
-  head->Retire();
-  EXPECT_TRUE(values.expired());
-}
-
-TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhenTheHeadIsLost) {
-  FakeEngine engine;
-  const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
-  const std::weak_ptr<const void> values = ReplaceWeightAlone(*head);
-  engine.control().FailNext("ZeroGradient", kEngineError);
-  EXPECT_REASON(head->DiscardGradient(KeyOf(*head)), kEngineFailed);
-  EXPECT_TRUE(values.expired());
+  const std::function<void(Head&)> ends[] = {[](Head& head) { head.Retire(); },
+                                             [](Head& head) { EXPECT_OK(head.Take(std::nullopt)); },
+                                             [&](Head& head) {
+                                               engine.control().FailNext("ZeroGradient", kEngineError);
+                                               EXPECT_REASON(head.DiscardGradient(KeyOf(head)), kEngineFailed);
+                                             }};
+  for (const auto& end : ends) {
+    const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
+    const std::weak_ptr<const void> values = ReplaceWeightAlone(*head);
+    EXPECT_FALSE(values.expired());
+    end(*head);
+    EXPECT_TRUE(values.expired());
+  }
 }
 
 TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhereItsRoomIsNeeded) {
@@ -198,16 +195,20 @@ TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhereItsRoomIsNeeded) {
   tensor.byte_count = 60;
   engine.control().on_call = [&] { EXPECT_FALSE(head->DropShadow(weight.data())); };  // it is being written
   ASSERT_OK_AND_ASSIGN(const ReplaceReply both, head->Replace(KeyOf(*head), tensor));
-  EXPECT_TRUE(both.closed);
-  EXPECT_EQ(head->Describe().open_step, 1);
-}
-
-TEST(HeadDetailsTest, HalfOfNewWeightsIsLetGoWhenARunTakesOver) {
-  FakeEngine engine;
-  const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
-  const std::weak_ptr<const void> values = ReplaceWeightAlone(*head);
-  EXPECT_OK(head->Take(std::nullopt));
-  EXPECT_TRUE(values.expired());
+  EXPECT_TRUE(both.closed && !both.replayed);
+  EXPECT_EQ(both.head.open_step, 1);
+  engine.control().on_call = nullptr;
+  EXPECT_EQ(ReadWeight(*head), weight);
+  const StepKey closed = {KeyOf(*head).epoch, 0};
+  EXPECT_TRUE(head->Replace(closed, tensor)->replayed);
+  const std::vector<float> others(15, 3.0f);
+  tensor.data = std::shared_ptr<const void>(std::shared_ptr<const void>(), others.data());
+  const absl::Status conflict = head->Replace(closed, tensor).status();
+  EXPECT_REASON(conflict, kStepConflict);
+  EXPECT_NE(conflict.message().find("other weights"), absl::string_view::npos) << conflict;
+  const absl::Status discard = head->DiscardGradient(closed).status();
+  EXPECT_REASON(discard, kStepConflict);
+  EXPECT_NE(discard.message().find("new weights"), absl::string_view::npos) << discard;
 }
 
 TEST(HeadDetailsTest, EveryComputationOfAMicroBatchWaitsForItsSender) {
@@ -216,7 +217,7 @@ TEST(HeadDetailsTest, EveryComputationOfAMicroBatchWaitsForItsSender) {
   spec.staging_slots = 0;  // so that what must be finite is computed twice
   const std::shared_ptr<Head> head = MakeReadyHead(engine, spec);
   const DeviceEvent event;
-  MicroBatchCall call(head, 0, 0, kRow);
+  MicroBatchCall call(head, 0, 0, kRowOfToken2);
   call.Refuse().submission().hold = [] { return std::make_shared<const int>(0); };
   call.submission().after = &event;
   call.submission().label = "request";
@@ -231,7 +232,7 @@ TEST(HeadDetailsTest, WhatIsComputedAgainWritesOutputsOnce) {
     const std::shared_ptr<Head> head = MakeReadyHead(engine, SpecWith(&HeadSpec::staging_slots, 0));
     float values[4];
     int32_t argmax;
-    MicroBatchCall call(head, 0, 0, kRow);
+    MicroBatchCall call(head, 0, 0, kRowOfToken2);
     call.submission().hold = [] { return std::make_shared<const int>(0); };
     LossTerm& term = call.term().term;
     term.token_loss = values;
@@ -251,12 +252,12 @@ TEST(HeadDetailsTest, WhatIsComputedAgainWritesOutputsOnce) {
 TEST(HeadDetailsTest, WhatIsHeldForgetsTermsThatAddNothing) {
   RecordingEngine engine;
   const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
-  MicroBatchCall call(head, 0, 0, kRow);
+  MicroBatchCall call(head, 0, 0, kRowOfToken2);
   call.Explicit().submission().late_token_factors = true;
   call.submission().hold = [] { return std::make_shared<const int>(0); };
   {
     const std::shared_ptr<Head> beside = MakeReadyHead(engine, FrozenSpec(), "frozen");
-    call.submission().terms.push_back(MicroBatchCall(beside, 0, 0, kRow).term());
+    call.submission().terms.push_back(MicroBatchCall(beside, 0, 0, kRowOfToken2).term());
     call.submission().terms.back().term.targets = call.term().term.targets;
     EXPECT_OK(call.Run(engine));
     call.submission().terms.pop_back();
@@ -269,8 +270,8 @@ TEST(HeadDetailsTest, WhatIsHeldForgetsTermsThatAddNothing) {
 TEST(HeadDetailsTest, WhatIsHeldIsReadWhereItHasBeenMovedTo) {
   RecordingEngine engine;
   const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
-  const std::vector<float> moved = kRow.hidden, moved_teacher = kRow.hidden;
-  MicroBatchCall call(head, 0, 0, kRow);
+  const std::vector<float> moved = kRowOfToken2.hidden, moved_teacher = kRowOfToken2.hidden;
+  MicroBatchCall call(head, 0, 0, kRowOfToken2);
   call.term().teacher_head = head;
   call.term().term.loss = JsdSpec();
   call.term().term.teacher_hidden = call.submission().hidden;
@@ -295,27 +296,16 @@ TEST(HeadDetailsTest, WhereSumsAreCutIsPartOfTheirNumerics) {
   EXPECT_NE(numerics(5).find("; algorithms="), std::string::npos) << numerics(5);
 }
 
-TEST(HeadDetailsTest, AHeadThatIsToGoTakesNoMoreCalls) {
-  FakeEngine engine;
-  const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
-  EXPECT_OK(head->TryRetire(std::nullopt, /*force=*/false));
-  EXPECT_REASON(head->CheckEpoch(head->Describe().epoch), kHeadNotFound);
-}
-
 // A micro-batch of two heads, undecided.
 class SharedMicroBatchTest : public ::testing::Test {
  protected:
   void Stage(int64_t id, const std::optional<SessionId>& session) {
-    MicroBatchCall call(first_, 0, id, kRow);
-    MicroBatchCall other(second_, 0, id, kRow);
+    MicroBatchCall call(first_, 0, id, kRowOfToken2);
+    MicroBatchCall other(second_, 0, id, kRowOfToken2);
     call.Explicit().submission().session = session;
     call.submission().terms.push_back(other.submission().terms[0]);
     EXPECT_OK(call.Run(engine_));
   }
-  static ContributionState StateIn(const Head& head, int64_t id) {
-    return head.GetSteps(head.Describe().epoch)->first.micro_batches.at(id).state;
-  }
-
   FakeEngine engine_;
   std::shared_ptr<Head> first_ = MakeReadyHead(engine_, SmallSpec(), "first");
   std::shared_ptr<Head> second_ = MakeReadyHead(engine_, SmallSpec(), "second");
@@ -323,9 +313,9 @@ class SharedMicroBatchTest : public ::testing::Test {
 
 TEST_F(SharedMicroBatchTest, GoesWithEitherHead) {
   Stage(0, std::nullopt);
-  ASSERT_EQ(StateIn(*second_, 0), ContributionState::kStaged);
+  ASSERT_EQ(StateOf(*second_, 0), ContributionState::kStaged);
   first_.reset();
-  EXPECT_EQ(StateIn(*second_, 0), ContributionState::kDiscarded);
+  EXPECT_EQ(StateOf(*second_, 0), ContributionState::kDiscarded);
 }
 
 TEST_F(SharedMicroBatchTest, IsCountedOnceWhenItsSessionEnds) {
@@ -335,16 +325,7 @@ TEST_F(SharedMicroBatchTest, IsCountedOnceWhenItsSessionEnds) {
   EXPECT_EQ(first_->DropSession(SessionId{8}), 0);
   EXPECT_EQ(first_->DropSession(session), 2);
   EXPECT_EQ(second_->DropSession(session), 0);
-  EXPECT_EQ(StateIn(*second_, 1), ContributionState::kDiscarded);
-}
-
-TEST_F(SharedMicroBatchTest, ItsDecisionNamesBothHeads) {
-  Stage(0, std::nullopt);
-  const absl::Status refused = Commit({{first_, KeyOf(*first_)}}, 0, 0, {}, std::nullopt).status();
-  EXPECT_REASON(refused, kInvalidCombination);
-  EXPECT_EQ(GetErrorMetadata(refused).at("field"), "heads");
-  EXPECT_EQ(GetErrorMetadata(refused).at("expected"), "2");
-  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), "1");
+  EXPECT_EQ(StateOf(*second_, 1), ContributionState::kDiscarded);
 }
 
 TEST(HeadDetailsTest, RowsOfAnAddedGradientMustBeTheHeads) {
@@ -392,31 +373,6 @@ TEST(HeadDetailsTest, AWrongNameIsQuotedSafely) {
   const std::string longest(160, 'x');
   EXPECT_EQ(quoted(longest), longest);
   EXPECT_EQ(quoted(longest + "y"), longest + "...");
-}
-
-RegistryLimits Limits(int64_t heads, int64_t heads_per_tenant, int64_t tenant_bytes) {
-  return {.max_heads = heads, .max_heads_per_tenant = heads_per_tenant, .max_tenant_memory_bytes = tenant_bytes};
-}
-
-TEST(HeadDetailsTest, QuotasSayWhatIsThere) {
-  FakeEngine engine;
-  {
-    HeadRegistry registry(engine, Limits(5, 1, 0), HeadLimits());
-    EXPECT_OK(registry.Create({"default", "a"}, SmallSpec()));
-    const auto metadata = GetErrorMetadata(registry.Create({"default", "b"}, SmallSpec()).status());
-    EXPECT_EQ(metadata.at("limit"), "max_heads_per_tenant");
-    EXPECT_EQ(metadata.at("actual"), "2");
-  }
-  {
-    HeadRegistry registry(engine, Limits(1, 5, 0), HeadLimits());
-    EXPECT_OK(registry.Create({"default", "a"}, SmallSpec()));
-    const auto metadata = GetErrorMetadata(registry.Create({"default", "b"}, SmallSpec()).status());
-    EXPECT_EQ(metadata.at("limit"), "max_heads");
-    EXPECT_EQ(metadata.at("actual"), "2");
-  }
-  HeadRegistry registry(engine, Limits(5, 5, 1), HeadLimits());
-  const auto metadata = GetErrorMetadata(registry.Create({"default", "a"}, SmallSpec()).status());
-  EXPECT_EQ(metadata.at("limit"), "max_tenant_memory_bytes");
 }
 
 }  // namespace

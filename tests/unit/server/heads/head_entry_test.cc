@@ -25,8 +25,6 @@ using headwater::testing::FaultyFileSystem;
 using headwater::testing::MemoryFileSystem;
 using observability::MonotonicNow;
 
-const Payload kRow = {{1, 2, 3}, {2}};
-
 class HeadEntryTest : public ::testing::Test {
  protected:
   HeadEntryTest() {
@@ -37,19 +35,13 @@ class HeadEntryTest : public ::testing::Test {
 
   // A contribution that waits for its decision.
   void Stage(int64_t micro_batch, const std::optional<SessionId>& session = std::nullopt) {
-    MicroBatchCall call(head_, 0, micro_batch, kRow);
+    MicroBatchCall call(head_, 0, micro_batch, kRowOfToken2);
     call.Explicit().submission().session = session;
     EXPECT_OK(call.Run(engine_));
   }
   absl::StatusOr<bool> Commit(int64_t micro_batch, const WaitLimits& limits = AsLongAsItTakes(),
                               const std::optional<SessionId>& session = std::nullopt) {
     return heads::Commit(targets_, micro_batch, 0, CommitArguments(), session, nullptr, limits);
-  }
-  ContributionState StateOf(int64_t micro_batch) const {
-    const auto steps = head_->GetSteps(head_->Describe().epoch);
-    EXPECT_OK(steps);
-    const auto found = steps->first.micro_batches.find(micro_batch);
-    return found == steps->first.micro_batches.end() ? ContributionState::kNone : found->second.state;
   }
   // A save that hangs on the disk until the gate opens.
   std::thread BeginSave() {
@@ -74,7 +66,7 @@ class HeadEntryTest : public ::testing::Test {
   // A micro-batch that hangs in the engine until the gate opens.
   std::thread BeginComputation() {
     engine_.control().during_compute = [this] { gate_.Stop(); };
-    std::thread computes([this] { EXPECT_OK(MicroBatchCall(head_, 0, 100, kRow).Run(engine_)); });
+    std::thread computes([this] { EXPECT_OK(MicroBatchCall(head_, 0, 100, kRowOfToken2).Run(engine_)); });
     gate_.AwaitStopped();
     return computes;
   }
@@ -135,7 +127,7 @@ class HeadEntryTest : public ::testing::Test {
   const std::shared_ptr<Head> head_ = MakeReadyHead(engine_, SmallSpec());
   const StepKey key_ = KeyOf(*head_);
   const std::vector<DecisionTarget> targets_ = {{head_, key_}};
-  MicroBatchCall higher_{head_, 0, 1, kRow};
+  MicroBatchCall higher_{head_, 0, 1, kRowOfToken2};
   std::vector<float> values_ = std::vector<float>(15);
 };
 
@@ -151,8 +143,8 @@ TEST_F(HeadEntryTest, EveryCallBehindAChangeOfTheWeightsEndsWithItsLimits) {
   }
   // Nothing has been changed: the contributions wait for their decision, at their attempts.
   EXPECT_EQ(head_->Describe().epoch, before.epoch);
-  EXPECT_EQ(StateOf(0), ContributionState::kStaged);
-  EXPECT_EQ(StateOf(1), ContributionState::kStaged);
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kStaged);
+  EXPECT_EQ(StateOf(*head_, 1), ContributionState::kStaged);
   gate_.Open();
   setter.join();
   EXPECT_EQ(head_->Describe().weight_version, before.weight_version + 1);
@@ -169,7 +161,7 @@ TEST_F(HeadEntryTest, OnlyChangesOfTheWeightsAndOtherSavesWaitForASave) {
     SCOPED_TRACE(calls[i].first);
     EXPECT_REASON(calls[i].second(For(absl::Milliseconds(1))), kDeadlineExceeded);
   }
-  EXPECT_OK(MicroBatchCall(head_, 0, 100, kRow).Run(engine_));
+  EXPECT_OK(MicroBatchCall(head_, 0, 100, kRowOfToken2).Run(engine_));
   for (size_t i = 0; i < calls.size() - kWriters; ++i) {
     SCOPED_TRACE(calls[i].first);
     const absl::Status status = calls[i].second(For(absl::Minutes(10)));
@@ -210,7 +202,7 @@ TEST_F(HeadEntryTest, ACallThatIsGivenUpBehindAComputationChangesNothing) {
   is_given_up = true;
   gate_.Open();
   for (std::thread* thread : {&computes, &commits}) thread->join();
-  EXPECT_EQ(StateOf(0), ContributionState::kStaged);
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kStaged);
   EXPECT_TRUE(*Commit(0));
 }
 
@@ -219,7 +211,8 @@ TEST_F(HeadEntryTest, EveryCallThatWaitsForADeletedHeadIsToldAtOnce) {
   std::thread setter = BeginSet();
   std::thread commits = RunUntilItSleeps([&] { EXPECT_REASON(Commit(0), kHeadNotFound); });
   std::thread saves = RunUntilItSleeps([&] { EXPECT_REASON(head_->Save(key_.epoch, *store_, "y", false), kHeadNotFound); });
-  std::thread submits = RunUntilItSleeps([&] { EXPECT_REASON(MicroBatchCall(head_, 0, 7, kRow).Run(engine_), kHeadNotFound); });
+  std::thread submits =
+      RunUntilItSleeps([&] { EXPECT_REASON(MicroBatchCall(head_, 0, 7, kRowOfToken2).Run(engine_), kHeadNotFound); });
   std::thread seals = RunUntilItSleeps([&] { EXPECT_REASON(head_->Seal(key_, int64_t{9}, AsLongAsItTakes()), kHeadNotFound); });
   std::thread steps = RunUntilItSleeps([&] { EXPECT_OK(head_->AwaitStep({key_.epoch, 1}, AsLongAsItTakes())); });
   EXPECT_OK(head_->TryRetire(std::nullopt, /*force=*/true));
@@ -243,8 +236,8 @@ TEST_F(HeadEntryTest, TheEndOfASessionWaitsForNobody) {
   Stage(1, other);
   std::thread setter = BeginSet();
   EXPECT_EQ(head_->DropSession(session), 1);
-  EXPECT_EQ(StateOf(0), ContributionState::kDiscarded);
-  EXPECT_EQ(StateOf(1), ContributionState::kStaged);
+  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kDiscarded);
+  EXPECT_EQ(StateOf(*head_, 1), ContributionState::kStaged);
   EXPECT_REASON(Commit(0, AsLongAsItTakes(), session), kMicroBatchDiscarded);
   EXPECT_EQ(head_->DropSession(session), 0);
   gate_.Open();
@@ -278,12 +271,12 @@ TEST_F(HeadEntryTest, TheEndOfASessionLeavesWhatIsBeingCommittedAlone) {
     EXPECT_EQ(dropped, 0);
     if (fails) {
       EXPECT_REASON(committed, kShardNotReady);
-      EXPECT_EQ(StateOf(micro_batch), ContributionState::kStaged);
+      EXPECT_EQ(StateOf(*head_, micro_batch), ContributionState::kStaged);
       EXPECT_EQ(head_->DropSession(session), 1);  // as at the end of the call
-      EXPECT_EQ(StateOf(micro_batch), ContributionState::kDiscarded);
+      EXPECT_EQ(StateOf(*head_, micro_batch), ContributionState::kDiscarded);
     } else {
       EXPECT_OK(committed);
-      EXPECT_EQ(StateOf(micro_batch), ContributionState::kCommitted);
+      EXPECT_EQ(StateOf(*head_, micro_batch), ContributionState::kCommitted);
       EXPECT_EQ(head_->DropSession(session), 0);
     }
   }
@@ -292,7 +285,7 @@ TEST_F(HeadEntryTest, TheEndOfASessionLeavesWhatIsBeingCommittedAlone) {
 // ---- steps -----------------------------------------------------------------------------------------------------------
 
 TEST_F(HeadEntryTest, ASealOfASealedStepWaitsForNothing) {
-  EXPECT_OK(MicroBatchCall(head_, 0, 0, kRow).Run(engine_));
+  EXPECT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_));
   EXPECT_OK(head_->Seal(key_, int64_t{1}));
   const WaitLimits wait = For(absl::Minutes(10));
   EXPECT_REASON(head_->Seal(key_, int64_t{2}, wait), kMicroBatchMissing);

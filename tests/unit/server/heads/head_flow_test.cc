@@ -93,30 +93,6 @@ TEST_F(HeadFlowTest, TheEngineSumsTheRowsUpIfItIsAskedTo) {
   EXPECT_EQ(flowing.rows.engine_digest, expected.Finish("header"));
 }
 
-TEST_F(HeadFlowTest, RowsThatDoNotComeLeaveNothing) {
-  for (const bool is_explicit : {false, true}) {
-    FlowingCall flowing(head_, 0, 0, kTwoRows);
-    if (is_explicit) flowing.call.Explicit();
-    flowing.rows.on_await = [](int64_t row_end) {
-      return row_end < 2 ? absl::OkStatus() : MakeError(ErrorReason::kStripeLost, "a stripe broke");
-    };
-    EXPECT_REASON(flowing.call.Run(engine_), kStripeLost);
-    EXPECT_EQ(flowing.rows.finishes, 0);
-    EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
-  }
-  ExpectNoTrace();
-}
-
-TEST_F(HeadFlowTest, ARefusalAtTheDecisionLeavesNothing) {
-  FlowingCall flowing(head_, 0, 0, kTwoRows);
-  AddSecondTerm(flowing.call, other_);
-  flowing.rows.on_finish = [] { return MakeError(ErrorReason::kProtocolViolation, "rows are missing"); };
-  EXPECT_REASON(flowing.call.Run(engine_), kProtocolViolation);
-  EXPECT_EQ(StateOf(*other_, 0), ContributionState::kNone);
-  EXPECT_EQ(ReadGradWeight(*other_), kNothing);
-  ExpectNoTrace();
-}
-
 TEST_F(HeadFlowTest, CancellationCountsUntilTheDecision) {
   std::atomic<bool> cancelled = false;
   const auto is_cancelled = [&] { return cancelled.load(); };
@@ -145,15 +121,6 @@ TEST_F(HeadFlowTest, CancellationCountsUntilTheDecision) {
   ASSERT_OK(flowing.call.Run(engine_, is_cancelled));
   EXPECT_TRUE(cancelled);
   EXPECT_EQ(ReadGradWeight(*head_), kGradientOfTwoRows);
-}
-
-TEST_F(HeadFlowTest, AnExplicitOneMayBeCancelledAfterTheDecisionToo) {
-  bool cancelled = false;
-  engine_.control().after_decide = [&] { cancelled = true; };
-  FlowingCall flowing(head_, 0, 0, kTwoRows);
-  EXPECT_REASON(flowing.call.Explicit().Run(engine_, [&] { return cancelled; }), kCancelled);
-  engine_.control().after_decide = nullptr;
-  ExpectNoTrace();
 }
 
 TEST_F(HeadFlowTest, RowsThatStallAreWaitedForElsewhere) {
@@ -214,17 +181,6 @@ TEST_F(HeadFlowTest, WhatIsKnownNeedsAllRowsFirst) {
   EXPECT_EQ(differs.digest, DigestOf(kRowOfToken1));
   EXPECT_TRUE(MicroBatchCall(head_, 0, 0, kTwoRows).Run(engine_)->replayed);
   EXPECT_EQ(ReadGradWeight(*head_), kGradientOfTwoRows);
-}
-
-TEST_F(HeadFlowTest, KnownToOneHeadOnlyNeedsAllRowsToo) {
-  ASSERT_OK(MicroBatchCall(other_, 0, 0, kTwoRows).Run(engine_));
-  FlowingCall flowing(head_, 0, 0, kTwoRows);
-  AddSecondTerm(flowing.call, other_);
-  EXPECT_TRUE(flowing.call.Run(engine_)->needs_all_rows);
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
-  flowing.call.submission().incoming = nullptr;
-  flowing.call.submission().digest = DigestOf(kTwoRows);
-  EXPECT_REASON(flowing.call.Run(engine_), kMicroBatchConflict);
 }
 
 TEST_F(HeadFlowTest, StagedAndHeldOnesFlow) {
@@ -314,32 +270,6 @@ TEST_F(HeadFlowTest, AnEngineThatDoesNotAskMayHaveAddedWhatItShouldNot) {
   FlowingCall direct(head_, 0, 0, kTwoRows);
   EXPECT_REASON(direct.call.Run(engine), kInternal);
   EXPECT_EQ(head_->Describe().state, HeadState::kLost);
-}
-
-TEST_F(HeadFlowTest, AStepIsNotClosedUnderOneThatFlows) {
-  FlowingCall flowing(head_, 0, 0, kTwoRows);
-  ThreadGate gate;
-  flowing.rows.on_await = [&](int64_t) {
-    gate.Stop();
-    return absl::OkStatus();
-  };
-  std::thread computes([&] { EXPECT_OK(flowing.call.Run(engine_)); });
-  gate.AwaitStopped();
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kInProgress);
-  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kTwoRows).Run(engine_), kMicroBatchInProgress);
-  EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 0, 0), kMicroBatchInProgress);
-  std::atomic<bool> sealed = false;
-  std::thread seals([&] {
-    const absl::StatusOr<SealReply> reply = head_->Seal(KeyOf(*head_), int64_t{1});
-    EXPECT_OK(reply);
-    sealed = true;
-  });
-  absl::SleepFor(absl::Milliseconds(20));
-  EXPECT_FALSE(sealed);
-  gate.Open();
-  computes.join();
-  seals.join();
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kCommitted);
 }
 
 // ---- side by side ----------------------------------------------------------------------------------------------------

@@ -48,28 +48,6 @@ TEST_F(HeadTest, GradHiddenIsScaled) {
   EXPECT_EQ(call.grad_hidden(), (std::vector<float>{0.5, 1, 1.5}));
 }
 
-TEST_F(HeadTest, AReplayIsComputedAndAddsNothing) {
-  ASSERT_OK(Submit(0, kRowOfToken2));
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
-  EXPECT_TRUE(outcome.replayed);
-  EXPECT_EQ(outcome.state, ContributionState::kCommitted);
-  EXPECT_EQ(outcome.form, ContributionForm::kDirect);
-  EXPECT_EQ(call.grad_hidden(), kRowOfToken2.hidden);
-  EXPECT_EQ(outcome.terms[0].loss_sum, 1);
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
-}
-
-TEST_F(HeadTest, AConflictAddsNothing) {
-  ASSERT_OK(Submit(0, kRowOfToken2));
-  EXPECT_REASON(Submit(0, kRowOfToken4), kMicroBatchConflict);
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, MicroBatchCall(head_, 0, 0, kRowOfToken4).FirstWins().Run(engine_));
-  EXPECT_TRUE(outcome.payload_differs);
-  EXPECT_FALSE(outcome.replayed);
-  EXPECT_EQ(outcome.terms[0].loss_sum, -5);
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
-}
-
 TEST_F(HeadTest, ExplicitIsStagedUntilItsCommit) {
   ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, Stage(0, kRowOfToken2));
   EXPECT_EQ(outcome.state, ContributionState::kStaged);
@@ -86,32 +64,6 @@ TEST_F(HeadTest, ExplicitIsStagedUntilItsCommit) {
   EXPECT_EQ(replay.state, ContributionState::kCommitted);
 }
 
-TEST_F(HeadTest, CommitErrors) {
-  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kMicroBatchNotFound);
-  ASSERT_OK(Stage(0, kRowOfToken2));
-  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, std::nan("")), kInvalidField);
-  EXPECT_REASON(CommitTo(head_, {NewEpoch(), 0}, 0, 0, 1), kEpochFenced);
-  EXPECT_REASON(CommitTo(head_, {KeyOf(*head_).epoch, 1}, 0, 0, 1), kStepMismatch);
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-}
-
-TEST_F(HeadTest, DiscardDropsAndKeepsOut) {
-  ASSERT_OK(Stage(0, kRowOfToken2));
-  ASSERT_OK(Stage(1, kRowOfToken4));
-  EXPECT_REASON(Stage(2, kRowOfToken4), kStagingFull);
-  EXPECT_TRUE(*DiscardFrom(head_, KeyOf(*head_), 0, 0));
-  EXPECT_FALSE(*DiscardFrom(head_, KeyOf(*head_), 0, 0));
-  EXPECT_REASON(Submit(0, kRowOfToken2), kMicroBatchDiscarded);
-  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kMicroBatchDiscarded);
-  EXPECT_FALSE(*DiscardFrom(head_, KeyOf(*head_), 9, 0));
-  EXPECT_REASON(Submit(9, kRowOfToken2), kMicroBatchDiscarded);
-  // Its slot is free again.
-  EXPECT_OK(Stage(2, kRowOfToken4));
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  ASSERT_OK(Submit(3, kRowOfToken2));
-  EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 3, 0), kMicroBatchConflict);
-}
-
 TEST_F(HeadTest, AHigherAttemptTakesTheStagedOnesPlace) {
   head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 1));
   ASSERT_OK(Stage(0, kRowOfToken2));
@@ -121,14 +73,6 @@ TEST_F(HeadTest, AHigherAttemptTakesTheStagedOnesPlace) {
   EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kAttemptSuperseded);
   EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 1, 1));
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-5, 0, 7}));
-}
-
-TEST_F(HeadTest, StagingFullIsForgotten) {
-  ASSERT_OK(Stage(0, kRowOfToken2));
-  ASSERT_OK(Stage(1, kRowOfToken2));
-  EXPECT_REASON(Stage(2, kRowOfToken4), kStagingFull);
-  EXPECT_FALSE(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.contains(2));
-  EXPECT_OK(Submit(2, kRowOfToken4));  // DIRECT needs no slot
 }
 
 TEST_F(HeadTest, AHeadWithoutSlotsRefusesEarly) {
@@ -155,31 +99,6 @@ TEST_F(HeadTest, RefuseStagesChecksAndCommits) {
   ASSERT_OK_AND_ASSIGN(const SubmissionOutcome reported, Submit(1, bad));
   EXPECT_EQ(reported.terms[0].non_finite_row_count, 1);
   EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.Totals().non_finite_row_count, 1);
-}
-
-TEST_F(HeadTest, ARefusalOfTheEngineChangesNothing) {
-  ASSERT_OK(Submit(0, kRowOfToken2));
-  const std::vector<float> before = ReadGradWeight(*head_);
-  EXPECT_REASON(Submit(1, {{1, 2, 3}, {5}}), kTargetOutOfVocab);
-  EXPECT_EQ(ReadGradWeight(*head_), before);
-  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.size(), 1u);
-  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
-  EXPECT_OK(Submit(1, kRowOfToken4));
-}
-
-TEST_F(HeadTest, CancellationBeforeTheDecisionChangesNothing) {
-  int asked = 0;
-  const auto at_once = [&] { return ++asked > 0; };
-  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_, at_once), kCancelled);
-  EXPECT_EQ(asked, 1);
-  EXPECT_EQ(engine_.control().CountOf("Compute"), 0);
-  const auto after_computing = [this] { return engine_.control().CountOf("Compute") > 0; };
-  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Explicit().Run(engine_, after_computing), kCancelled);
-  EXPECT_TRUE(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.empty());
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  EXPECT_EQ(engine_.control().CountOf("Commit"), 0);
-  EXPECT_OK(Stage(0, kRowOfToken2));
-  EXPECT_OK(Stage(1, kRowOfToken2));  // both slots are free
 }
 
 TEST_F(HeadTest, StaleEpochsAndOtherStepsAreRefused) {
@@ -226,14 +145,6 @@ TEST_F(HeadTest, TwoTermsOverOneHeadAreOneContribution) {
   EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.Totals(), (StepTotals{1, 2, 5.0, 2.0, 0}));
 }
 
-TEST_F(HeadTest, ForwardOnlyWorksInASealedStepAndAddsNothing) {
-  ASSERT_OK(head_->Seal(KeyOf(*head_), int64_t{0}));
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, MicroBatchCall(head_, 0, 0, kRowOfToken2).ForwardOnly().Run(engine_));
-  EXPECT_EQ(outcome.state, ContributionState::kNone);
-  EXPECT_FALSE(outcome.step.has_value());
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-}
-
 TEST_F(HeadTest, FrozenHeadsHaveNoSteps) {
   head_ = MakeReadyHead(engine_, FrozenSpec(), "frozen");
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
@@ -251,20 +162,6 @@ TEST_F(HeadTest, FrozenHeadsHaveNoSteps) {
   EXPECT_REASON(CommitTo(head_, key, 0, 0, 1), kHeadNotTrainable);
   EXPECT_REASON(DiscardFrom(head_, key, 0, 0), kHeadNotTrainable);
   EXPECT_REASON(head_->GradientNorm(key), kHeadNotTrainable);
-}
-
-TEST_F(HeadTest, AHeadMayBeItsOwnTeacher) {
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  call.term().term.loss = JsdSpec();
-  call.term().teacher_head = head_;
-  call.term().expected_teacher_weight_version = 1;
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
-  EXPECT_EQ(outcome.teacher_weight_versions, std::vector<int64_t>{1});
-  call.term().expected_teacher_weight_version = 7;
-  EXPECT_REASON(call.Run(engine_), kWeightVersionMismatch);
-  call.term().expected_teacher_weight_version.reset();
-  call.term().teacher_head_epoch = NewEpoch();
-  EXPECT_REASON(call.Run(engine_), kEpochFenced);
 }
 
 // ---- while another call computes -------------------------------------------------------------------------------------
@@ -363,43 +260,6 @@ TEST_F(HeadTest, AFailureWhileAddingLosesTheHead) {
   EXPECT_OK(Stage(1, kRowOfToken2));
 }
 
-TEST_F(HeadTest, AFailureBesideTheAccumulatorLosesNothing) {
-  ASSERT_OK(Submit(0, kRowOfToken2));
-  engine_.control().FailNext("Compute", kEngineError);
-  EXPECT_REASON(Stage(1, kRowOfToken4), kEngineFailed);
-  engine_.control().FailNext("Compute", kEngineError);
-  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).ForwardOnly().Run(engine_), kEngineFailed);
-  engine_.control().FailNext("Compute", kEngineError);
-  EXPECT_REASON(Submit(0, kRowOfToken2), kEngineFailed);  // a replay
-  engine_.control().FailNext("ComputeGradientStats", kEngineError);
-  EXPECT_REASON(head_->GradientNorm(KeyOf(*head_)), kEngineFailed);
-  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
-  EXPECT_OK(Stage(1, kRowOfToken4));
-}
-
-TEST_F(HeadTest, AFailedCommitLosesTheHead) {
-  ASSERT_OK(Stage(0, kRowOfToken2));
-  engine_.control().FailNext("Commit", kEngineError);
-  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kEngineFailed);
-  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kStepLost);
-  ASSERT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f)));
-  engine_.control().FailNext("Commit", kEngineError);
-  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Refuse().Run(engine_), kEngineFailed);
-  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
-}
-
-TEST_F(HeadTest, AFailedUpdateOrZeroingLosesTheHead) {
-  ASSERT_OK(Submit(0, kRowOfToken2));
-  engine_.control().FailNext("ApplyOptimizer", kEngineError);
-  EXPECT_REASON(head_->Apply(KeyOf(*head_), int64_t{1}, Rate(1)), kEngineFailed);
-  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
-  ASSERT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f)));
-  engine_.control().FailNext("ZeroGradient", kEngineError);
-  EXPECT_REASON(head_->DiscardGradient(KeyOf(*head_)), kEngineFailed);
-  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
-}
-
 // ---- steps -----------------------------------------------------------------------------------------------------------
 
 TEST_F(HeadTest, SealReportsTotalsAndNorm) {
@@ -413,12 +273,6 @@ TEST_F(HeadTest, SealReportsTotalsAndNorm) {
   EXPECT_REASON(Submit(1, kRowOfToken4), kStepSealed);
   EXPECT_TRUE(Submit(0, kRowOfToken2)->replayed);
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
-}
-
-TEST_F(HeadTest, ASealWhoseStatisticsFailIsRepeated) {
-  engine_.control().FailNext("ComputeGradientStats", kEngineError);
-  EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{0}), kEngineFailed);
-  EXPECT_TRUE(head_->Seal(KeyOf(*head_), int64_t{0})->replayed);
 }
 
 TEST_F(HeadTest, ApplySealsUpdatesAndOpensTheNextStep) {
@@ -508,18 +362,6 @@ TEST_F(HeadTest, TheLastStepThatCanBeNumberedIsNotClosed) {
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
 }
 
-TEST_F(HeadTest, DiscardGradientOfAnOpenStepDropsWhatIsStaged) {
-  ASSERT_OK(Stage(0, kRowOfToken2));
-  ASSERT_OK(Stage(1, kRowOfToken2));
-  ASSERT_OK(Submit(2, kRowOfToken4));
-  EXPECT_REASON(head_->DiscardGradient({KeyOf(*head_).epoch, 1}), kStepMismatch);
-  ASSERT_OK(head_->DiscardGradient(KeyOf(*head_)));
-  EXPECT_EQ(OpenStep(), 1);
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  EXPECT_OK(Stage(0, kRowOfToken2));
-  EXPECT_OK(Stage(1, kRowOfToken2));
-}
-
 TEST_F(HeadTest, ArgumentsOfApplyAreChecked) {
   const auto refused = [this](const std::function<void(ApplyArguments&)>& change) {
     ApplyArguments arguments = Rate(1);
@@ -583,17 +425,6 @@ TEST_F(HeadTest, ReadingTheGradient) {
   ASSERT_OK(head_->DiscardGradient(key));
   EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kWeight, 6, 3, values.data()), kStepMismatch);
   EXPECT_REASON(head_->GradientNorm(key), kStepMismatch);
-}
-
-TEST_F(HeadTest, ARetiredHeadIsNotFound) {
-  ASSERT_OK(Stage(0, kRowOfToken2));
-  const StepKey key = KeyOf(*head_);
-  head_->Retire();
-  EXPECT_REASON(Stage(1, kRowOfToken2), kHeadNotFound);
-  EXPECT_REASON(CommitTo(head_, key, 0, 0, 1), kHeadNotFound);
-  EXPECT_REASON(head_->GetSteps(key.epoch), kHeadNotFound);
-  EXPECT_REASON(SetWeights(*head_, std::vector<float>(15)), kHeadNotFound);
-  EXPECT_REASON(head_->TryRetire(std::nullopt, true), kHeadNotFound);
 }
 
 }  // namespace

@@ -173,16 +173,6 @@ TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileWhatIsHeldIsAdded) {
   }
 }
 
-TEST_F(HeadTransactionsTest, AllHeadsTakeAMicroBatchTogether) {
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  AddSecondTerm(call, other_);
-  ASSERT_OK(call.Run(engine_));
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
-  EXPECT_EQ(ReadGradWeight(*other_), Gradient(2, {1, 2, 3}));
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome again, call.Run(engine_));
-  EXPECT_TRUE(again.replayed);
-}
-
 TEST_F(HeadTransactionsTest, OneHeadThatRefusesLeavesTheOthersAsTheyWere) {
   ASSERT_OK(MicroBatchCall(other_, 0, 0, kRowOfToken4).Run(engine_));
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
@@ -204,7 +194,11 @@ TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   AddSecondTerm(call, other_);
   ASSERT_OK(call.Explicit().Run(engine_));
-  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kInvalidCombination);
+  const absl::Status refused = CommitTo(head_, KeyOf(*head_), 0, 0, 1).status();
+  EXPECT_REASON(refused, kInvalidCombination);
+  EXPECT_EQ(GetErrorMetadata(refused).at("field"), "heads");
+  EXPECT_EQ(GetErrorMetadata(refused).at("expected"), "2");
+  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), "1");
   EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 0, 0), kInvalidCombination);
   EXPECT_REASON(Commit({BothHeads()[0], BothHeads()[0]}, 0, 0, {}, std::nullopt), kInvalidCombination);
   EXPECT_REASON(Commit({}, 0, 0, {}, std::nullopt), kMissingField);
@@ -274,15 +268,6 @@ TEST_F(HeadTransactionsTest, AnEngineFailureAfterTheDecisionLosesAllHeads) {
   EXPECT_REASON(Commit(BothHeads(), 0, 0, {}, std::nullopt), kEngineFailed);
   EXPECT_EQ(head_->Describe().state, HeadState::kLost);
   EXPECT_EQ(other_->Describe().state, HeadState::kLost);
-}
-
-TEST_F(HeadTransactionsTest, AShardThatIsNotReadyAbortsAnEagerMicroBatch) {
-  engine_.control().FailNext("Compute", kNotReady);
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  EXPECT_REASON(call.Run(engine_), kShardNotReady);
-  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
-  ASSERT_OK(call.Run(engine_));
 }
 
 // ---- held ------------------------------------------------------------------------------------------------------------
@@ -376,16 +361,6 @@ TEST_F(HeadTransactionsTest, LateTokenFactorsNeedWhatIsHeld) {
   }
 }
 
-TEST_F(HeadTransactionsTest, RowsThatCannotBeHeldLeaveNothing) {
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  call.Explicit().submission().late_token_factors = true;
-  call.submission().hold = []() -> absl::StatusOr<std::shared_ptr<const void>> {
-    return MakeError(ErrorReason::kStagingFull, "no room");
-  };
-  EXPECT_REASON(call.Run(engine_), kStagingFull);
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
-}
-
 TEST_F(HeadTransactionsTest, RowsThatTheSessionItselfHoldsAreNotWaitedFor) {
   const auto hold = [&](int64_t id, const std::optional<SessionId>& session, bool has_room) {
     MicroBatchCall call(head_, 0, id, kRowOfToken2);
@@ -415,26 +390,6 @@ TEST_F(HeadTransactionsTest, ASealWaitsForUnexpectedOnesThatAreComputed) {
   gate.Open();
   computes.join();
   seals.join();
-}
-
-TEST_F(HeadTransactionsTest, AHeldOneIsDroppedWithItsRows) {
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  call.Explicit().submission().late_token_factors = true;
-  call.submission().hold = Hold();
-  ASSERT_OK(call.Run(engine_));
-  EXPECT_TRUE(*DiscardFrom(head_, KeyOf(*head_), 0, 0));
-  EXPECT_EQ(holds_, 0);
-}
-
-TEST_F(HeadTransactionsTest, AnEagerOneThatMustBeFiniteIsComputedTwiceWithoutASlot) {
-  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 0));
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  call.Refuse().submission().hold = Hold();
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
-  EXPECT_EQ(outcome.form, ContributionForm::kHeld);
-  EXPECT_EQ(outcome.state, ContributionState::kCommitted);
-  EXPECT_EQ(holds_, 0);
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
 }
 
 TEST_F(HeadTransactionsTest, WhenTheSecondComputationFailsTheHeadIsLostIfItMayHaveChanged) {
@@ -496,72 +451,7 @@ TEST_F(HeadTransactionsTest, OnlyItsSessionDecidesAContribution) {
   EXPECT_GT(busy.total(), absl::ZeroDuration());
 }
 
-TEST_F(HeadTransactionsTest, ASessionsEndLeavesTombstones) {
-  for (const int64_t id : {0, 1}) {
-    MicroBatchCall call(head_, 0, id, kRowOfToken2);
-    call.Explicit().submission().session = id == 0 ? kSession : kOtherSession;
-    ASSERT_OK(call.Run(engine_));
-  }
-  head_->DropSession(kSession);
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kDiscarded);
-  EXPECT_EQ(StateOf(*head_, 1), ContributionState::kStaged);
-  MicroBatchCall again(head_, 0, 0, kRowOfToken2);
-  EXPECT_REASON(again.Run(engine_), kMicroBatchDiscarded);
-  again.submission().attempt = 1;
-  EXPECT_OK(again.Run(engine_));
-}
-
 // ---- taking, waiting -------------------------------------------------------------------------------------------------
-
-TEST_F(HeadTransactionsTest, ATakerGetsANewEpochAndAnEmptyStep) {
-  ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_));
-  const StepKey before = KeyOf(*head_);
-  const std::vector<float> weight = ReadWeight(*head_);
-  const int64_t version = head_->Describe().weight_version;
-  EXPECT_REASON(head_->Take(Epoch{9}), kEpochFenced);
-  ASSERT_OK(head_->Take(before.epoch));
-  EXPECT_REASON(head_->Take(before.epoch), kEpochFenced);
-  EXPECT_REASON(head_->GetSteps(before.epoch), kEpochFenced);
-  EXPECT_EQ(KeyOf(*head_).step, before.step);
-  EXPECT_EQ(ReadWeight(*head_), weight);
-  EXPECT_EQ(head_->Describe().weight_version, version);
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
-}
-
-TEST_F(HeadTransactionsTest, WhatATakerHasWorkedUnderBelongsToItsEpoch) {
-  const std::vector<Epoch> worked_under = {Epoch{1}, Epoch{2}};
-  EXPECT_TRUE(head_->Describe().recovers_epochs.empty());
-  absl::StatusOr<HeadInfo> taken = head_->Take(std::nullopt, worked_under);
-  ASSERT_OK(taken);
-  EXPECT_EQ(taken->recovers_epochs, worked_under);
-  // Steps go on under the epoch; a take that is refused leaves it.
-  EXPECT_REASON(head_->Take(Epoch{9}, {Epoch{3}}), kEpochFenced);
-  ASSERT_OK(head_->DiscardGradient(KeyOf(*head_)));
-  EXPECT_EQ(head_->Describe().epoch, taken->epoch);
-  EXPECT_EQ(head_->Describe().recovers_epochs, worked_under);
-  // Whoever gives the head another epoch without a word begins a new run.
-  const std::vector<float> weight = ReadWeight(*head_);
-  const auto set = [&](Head& head) {
-    return head.SetTensor(head.Describe().epoch, HeadTensor::kWeight, DataType::kFloat32, weight.data(),
-                          static_cast<int64_t>(weight.size() * 4));
-  };
-  absl::StatusOr<HeadInfo> now = set(*head_);
-  ASSERT_OK(now);
-  EXPECT_TRUE(now->recovers_epochs.empty());
-  ASSERT_OK(head_->Take(std::nullopt, worked_under));
-  now = head_->Take(std::nullopt);
-  ASSERT_OK(now);
-  EXPECT_TRUE(now->recovers_epochs.empty());
-  // The first weights leave a head its epoch, and what belongs to that.
-  const std::shared_ptr<Head> loading = *Head::Create({kDefaultTenant, "loading"}, SmallSpec(), engine_, {}, TestSequencer());
-  taken = loading->Take(std::nullopt, worked_under);
-  ASSERT_OK(taken);
-  now = set(*loading);
-  ASSERT_OK(now);
-  EXPECT_EQ(now->epoch, taken->epoch);
-  EXPECT_EQ(now->recovers_epochs, worked_under);
-}
 
 TEST_F(HeadTransactionsTest, EachOfSeveralTakersLearnsItsOwnEpoch) {
   constexpr int kTakers = 4, kTimes = 50;
@@ -581,18 +471,6 @@ TEST_F(HeadTransactionsTest, EachOfSeveralTakersLearnsItsOwnEpoch) {
   for (const std::vector<Epoch>& mine : epochs) distinct.insert(mine.begin(), mine.end());
   EXPECT_EQ(distinct.size(), static_cast<size_t>(kTakers * kTimes));
   EXPECT_TRUE(distinct.contains(head_->Describe().epoch));
-}
-
-TEST_F(HeadTransactionsTest, SettingWeightsReturnsTheEpochThatItMade) {
-  const Epoch before = head_->Describe().epoch;
-  const std::vector<float> weight = ReadWeight(*head_);
-  ASSERT_OK_AND_ASSIGN(const HeadInfo set, head_->SetTensor(before, HeadTensor::kWeight, DataType::kFloat32, weight.data(),
-                                                            static_cast<int64_t>(weight.size() * 4)));
-  EXPECT_NE(set.epoch, before);
-  ASSERT_OK_AND_ASSIGN(const HeadInfo taken, head_->Take(set.epoch));
-  EXPECT_NE(taken.epoch, set.epoch);
-  EXPECT_EQ(taken.epoch, head_->Describe().epoch);
-  EXPECT_EQ(taken.weight_version, set.weight_version);
 }
 
 TEST_F(HeadTransactionsTest, OnlyACallForTheNextStepWaits) {
@@ -656,25 +534,6 @@ TEST_F(HeadTransactionsTest, WaitsForAStepEndWithIt) {
   }
 }
 
-TEST_F(HeadTransactionsTest, ATrainersGradientIsAContribution) {
-  const std::vector<float> rows = {1, 2, 3, 4, 5, 6};
-  const Digest digest = {5}, another = {6};
-  const StepKey key = KeyOf(*head_);
-  const GradientPart part = {3, 2, rows.data(), 2};
-  EXPECT_REASON(head_->CheckAddGradient(key, 0, 0, 4, 2), kChunkOutOfRange);
-  EXPECT_REASON(head_->AddGradient(key, 0, 0, digest, part, [] { return true; }), kCancelled);
-  EXPECT_TRUE(*head_->AddGradient(key, 0, 0, digest, part, nullptr));
-  EXPECT_FALSE(*head_->AddGradient(key, 0, 0, digest, part, nullptr));
-  EXPECT_REASON(head_->AddGradient(key, 0, 0, another, part, nullptr), kMicroBatchConflict);
-  std::vector<float> expected(15);
-  for (size_t i = 0; i < 6; ++i) expected[9 + i] = 2 * rows[i];
-  EXPECT_EQ(ReadGradWeight(*head_), expected);
-  engine_.control().FailNext("AddToGradient", kNotReady);
-  EXPECT_REASON(head_->AddGradient(key, 1, 0, digest, part, nullptr), kShardNotReady);
-  EXPECT_EQ(StateOf(*head_, 1), ContributionState::kNone);
-  EXPECT_OK(head_->Seal(key, int64_t{1}));
-}
-
 TEST_F(HeadTransactionsTest, AGradientThatCannotBeAddedIsRefusedWhileAnotherCallComputes) {
   const std::vector<float> row(3);
   absl::Notification answered;
@@ -690,50 +549,6 @@ TEST_F(HeadTransactionsTest, AGradientThatCannotBeAddedIsRefusedWhileAnotherCall
   };
   ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_));
   adder.join();
-}
-
-TEST_F(HeadTransactionsTest, TheTrainersWeightsCloseASealedStepWhole) {
-  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::has_bias, true));
-  const StepKey key = KeyOf(*head_);
-  const std::vector<float> before = ReadWeight(*head_);
-  const auto weight = std::make_shared<std::vector<float>>(15, 8.0F);
-  const auto bias = std::make_shared<std::vector<float>>(5, 9.0F);
-  const ShadowTensor new_weight = {HeadTensor::kWeight, DataType::kFloat32, {weight, weight->data()}, 60};
-  const ShadowTensor new_bias = {HeadTensor::kBias, DataType::kFloat32, {bias, bias->data()}, 20};
-  EXPECT_REASON(head_->Replace(key, new_weight), kStepNotSealed);
-  ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_));
-  ASSERT_OK(head_->Seal(key, int64_t{1}));
-  absl::StatusOr<ReplaceReply> reply = head_->Replace(key, new_weight);
-  ASSERT_OK(reply);
-  EXPECT_FALSE(reply->closed);
-  EXPECT_EQ(reply->head.open_step, 0);
-  EXPECT_EQ(ReadWeight(*head_), before);  // until the last tensor is there
-  EXPECT_EQ(KeyOf(*head_).step, 0);
-  reply = head_->Replace(key, new_bias);
-  ASSERT_OK(reply);
-  EXPECT_TRUE(reply->closed && !reply->replayed);
-  EXPECT_EQ(reply->head.open_step, 1);
-  EXPECT_EQ(reply->head.epoch, key.epoch);
-  EXPECT_EQ(reply->head.weight_version, head_->Describe().weight_version);
-  EXPECT_EQ(ReadWeight(*head_), *weight);
-  EXPECT_EQ(KeyOf(*head_).step, 1);
-  EXPECT_EQ(KeyOf(*head_).epoch, key.epoch);
-  EXPECT_EQ(head_->GetSteps(key.epoch)->second->state, StepState::kReplaced);
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  reply = head_->Replace(key, new_weight);
-  ASSERT_OK(reply);
-  EXPECT_TRUE(reply->closed && reply->replayed);
-  EXPECT_EQ(reply->head.open_step, 1);
-  ShadowTensor others = new_weight;
-  const std::vector<float> other_values(15, 3.0F);
-  others.data = std::make_shared<std::vector<float>>(other_values);
-  others.data = std::shared_ptr<const void>(others.data, other_values.data());
-  absl::Status conflict = head_->Replace(key, others).status();
-  EXPECT_REASON(conflict, kStepConflict);
-  EXPECT_NE(conflict.message().find("other weights"), absl::string_view::npos) << conflict;
-  conflict = head_->DiscardGradient(key).status();
-  EXPECT_REASON(conflict, kStepConflict);
-  EXPECT_NE(conflict.message().find("new weights"), absl::string_view::npos) << conflict;
 }
 
 }  // namespace

@@ -112,29 +112,6 @@ TEST_F(HeadWeightsTest, WhatSettingRefuses) {
   EXPECT_EQ(head->Describe().weight_version, before.weight_version);
 }
 
-TEST_F(HeadWeightsTest, SettingAReadyHeadStartsAgain) {
-  const std::shared_ptr<Head> head = MakeReadyHead(engine_, SpecWith(&HeadSpec::optimizer, AdamWSpec()));
-  ASSERT_OK(Submit(head, 0));
-  ASSERT_OK(head->Apply(KeyOf(*head), int64_t{1}, Rate(1)));
-  EXPECT_TRUE(head->Describe().weight_checksum.empty());
-  ASSERT_OK(Submit(head, 0));
-  ASSERT_OK(MicroBatchCall(head, 1, 1, {{1, 2, 3}, {2}}).Explicit().Run(engine_));
-  const HeadInfo before = head->Describe();
-  ASSERT_OK(Set(*head, HeadTensor::kWeight, weight_));
-  const HeadInfo after = head->Describe();
-  EXPECT_NE(after.epoch, before.epoch);
-  EXPECT_EQ(after.weight_version, before.weight_version + 1);
-  EXPECT_EQ(after.open_step, 1);
-  EXPECT_EQ(after.weight_checksum, Xxh3(weight_.data(), 60));
-  EXPECT_TRUE(head->GetSteps(after.epoch)->first.micro_batches.empty());
-  EXPECT_FALSE(head->GetSteps(after.epoch)->second.has_value());
-  EXPECT_EQ(ReadGradWeight(*head), std::vector<float>(15));
-  EXPECT_EQ(ReadWeight(*head), weight_);
-  EXPECT_GE(engine_.control().CountOf("ResetOptimizerState"), 2);
-  EXPECT_REASON(CommitTo(head, {before.epoch, 1}, 1, 0, 1), kEpochFenced);
-  EXPECT_REASON(CommitTo(head, {after.epoch, 1}, 1, 0, 1), kMicroBatchNotFound);
-}
-
 TEST_F(HeadWeightsTest, Fp32GoesToTheMaster) {
   HeadSpec spec = SpecWith(&HeadSpec::data_type, DataType::kBFloat16);
   const std::vector<float> fine(15, 1.001f);
@@ -184,20 +161,6 @@ TEST_F(HeadWeightsTest, LargeTensorsComeInPieces) {
   float value;
   ASSERT_OK(head->ReadWeights(HeadTensor::kWeight, 600 * width - 1, 1, &value, std::nullopt));
   EXPECT_EQ(value, static_cast<float>((600 * width - 1) % 1001));
-}
-
-TEST_F(HeadWeightsTest, ASourceThatFails) {
-  const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
-  const HeadInfo before = head->Describe();
-  const absl::Status corrupt = MakeError(ErrorReason::kFileCorrupt, "the file ends early");
-  const TensorUpdate failing = {HeadTensor::kWeight, DataType::kFloat32, [&](int64_t, int64_t, void*) { return corrupt; }};
-  ASSERT_OK(Submit(head, 0));
-  const std::vector<float> gradient = ReadGradWeight(*head);
-  // Before the first piece nothing has changed.
-  EXPECT_REASON(head->SetTensors(before.epoch, {failing}), kFileCorrupt);
-  EXPECT_EQ(head->Describe().state, HeadState::kReady);
-  EXPECT_EQ(head->Describe().epoch, before.epoch);
-  EXPECT_EQ(ReadGradWeight(*head), gradient);
 }
 
 // Whatever of it cannot be read: all of it is read before anything is written.
@@ -269,23 +232,6 @@ TEST_F(HeadWeightsTest, ASourceThatChangesBehindItsReaderLosesTheHeadAndSaysSo) 
   begun = 0;
   EXPECT_REASON(loading->SetTensors(loading->Describe().epoch, {cut_meanwhile}), kFileCorrupt);
   EXPECT_EQ(loading->Describe().state, HeadState::kLoading);
-}
-
-TEST_F(HeadWeightsTest, ALostHeadWithBiasNeedsBothTensors) {
-  const std::shared_ptr<Head> head = MakeReadyHead(engine_, SpecWith(&HeadSpec::has_bias, true));
-  const Epoch epoch = head->Describe().epoch;
-  engine_.control().FailNext("WriteTensor", kEngineError);
-  EXPECT_REASON(Set(*head, HeadTensor::kWeight, weight_), kEngineFailed);
-  EXPECT_EQ(head->Describe().state, HeadState::kLost);
-  ASSERT_OK(Set(*head, HeadTensor::kWeight, weight_));
-  EXPECT_EQ(head->Describe().state, HeadState::kLoading);
-  EXPECT_NE(head->Describe().epoch, epoch);
-  const Epoch loading_epoch = head->Describe().epoch;
-  EXPECT_REASON(Submit(head, 0), kWeightsNotLoaded);
-  ASSERT_OK(Set(*head, HeadTensor::kBias, bias_));
-  EXPECT_EQ(head->Describe().state, HeadState::kReady);
-  EXPECT_EQ(head->Describe().epoch, loading_epoch);
-  EXPECT_OK(Submit(head, 0));
 }
 
 TEST_F(HeadWeightsTest, NoStepOfSettingAReadyHeadMayFail) {
@@ -379,35 +325,6 @@ TEST_F(HeadCheckpointTest, RestoresWeightsOptimizerAndStep) {
   EXPECT_EQ(store_->Read("default", "student", "b")->update_count, 2);
 }
 
-TEST_F(HeadCheckpointTest, ANewHeadAndAFrozenOneAreRestored) {
-  std::shared_ptr<Head> head = NewHead(FrozenSpec());
-  EXPECT_REASON(head->Save(std::nullopt, *store_, "a", false), kWeightsNotLoaded);
-  ASSERT_OK(Set(*head, HeadTensor::kWeight, weight_));
-  ASSERT_OK(head->Save(std::nullopt, *store_, "a", false));
-  head = NewHead(FrozenSpec());
-  ASSERT_OK(head->Restore(head->Describe().epoch, *store_, "a"));
-  EXPECT_EQ(head->Describe().state, HeadState::kReady);
-  EXPECT_EQ(ReadWeight(*head), weight_);
-}
-
-TEST_F(HeadCheckpointTest, ADamagedOneLeavesTheHeadAsItWas) {
-  const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
-  ASSERT_OK(head->Save(head->Describe().epoch, *store_, "a", false));
-  ASSERT_OK(Submit(head, 0));
-  ASSERT_OK(MicroBatchCall(head, 0, 1, {{1, 2, 3}, {2}}).Explicit().Run(engine_));
-  const std::string path = directory_.path() + "/default/student/a/shard-00000-of-00002.safetensors";
-  std::string bytes = headwater::testing::ReadFile(path);
-  bytes.back() = static_cast<char>(bytes.back() ^ 1);
-  headwater::testing::WriteFile(path, bytes);
-  const HeadInfo before = head->Describe();
-  const std::vector<float> gradient = ReadGradWeight(*head);
-  EXPECT_REASON(head->Restore(before.epoch, *store_, "a"), kChecksumMismatch);
-  EXPECT_EQ(head->Describe().epoch, before.epoch);
-  EXPECT_EQ(head->Describe().state, HeadState::kReady);
-  EXPECT_EQ(ReadGradWeight(*head), gradient);
-  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 1, 0, 1));
-}
-
 TEST_F(HeadCheckpointTest, ARestoreThatFailsHalfwayLosesTheHeadAndAnotherOneBringsItBack) {
   const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
   ASSERT_OK(head->Save(head->Describe().epoch, *store_, "a", false));
@@ -422,16 +339,6 @@ TEST_F(HeadCheckpointTest, ARestoreThatFailsHalfwayLosesTheHeadAndAnotherOneBrin
   }
   EXPECT_NE(head->Describe().epoch, epoch);
   EXPECT_OK(Submit(head, 0));
-}
-
-TEST_F(HeadCheckpointTest, AHeadOfAnotherSpecIsRefused) {
-  std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
-  ASSERT_OK(head->Save(head->Describe().epoch, *store_, "a", false));
-  head = MakeReadyHead(engine_, SpecWith(&HeadSpec::optimizer, AdamWSpec()));
-  const absl::Status refused = head->Restore(head->Describe().epoch, *store_, "a").status();
-  EXPECT_REASON(refused, kCheckpointSpecMismatch);
-  EXPECT_NE(std::string(refused.message()).find("optimizer"), std::string::npos);
-  EXPECT_EQ(head->Describe().state, HeadState::kReady);
 }
 
 }  // namespace
