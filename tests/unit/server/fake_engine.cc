@@ -19,10 +19,15 @@ void FakeControl::FailNext(const std::string& name, const absl::Status& status, 
   failures_[name] = Failure{status, skip};
 }
 
+void FakeControl::ClearFailures() {
+  absl::MutexLock lock(&mutex_);
+  failures_.clear();
+}
+
 absl::Status FakeControl::Note(const std::string& name) {
   if (on_call != nullptr) on_call();
   absl::MutexLock lock(&mutex_);
-  calls_.push_back(name);
+  ++counts_[name];
   const auto found = failures_.find(name);
   if (found == failures_.end() || found->second.skip-- > 0) return absl::OkStatus();
   const absl::Status status = found->second.status;
@@ -30,14 +35,10 @@ absl::Status FakeControl::Note(const std::string& name) {
   return status;
 }
 
-std::vector<std::string> FakeControl::calls() const {
-  absl::MutexLock lock(&mutex_);
-  return calls_;
-}
-
 int FakeControl::CountOf(const std::string& name) const {
   absl::MutexLock lock(&mutex_);
-  return static_cast<int>(std::count(calls_.begin(), calls_.end(), name));
+  const auto found = counts_.find(name);
+  return found == counts_.end() ? 0 : found->second;
 }
 
 // Fails the test if two calls use the weights, or the gradient, of a head at once that may not.
@@ -111,11 +112,12 @@ bool FakeHead::has_master() const {
   return spec_.data_type != DataType::kFloat32 && !std::holds_alternative<std::monostate>(spec_.optimizer);
 }
 
-int64_t FakeHead::ElementCount(HeadTensor tensor) const {
+const std::vector<float>& FakeHead::Tensor(HeadTensor tensor) const {
+  static const std::vector<float> none;
   if (!has_master() && tensor == HeadTensor::kMasterWeight) tensor = HeadTensor::kWeight;
   if (!has_master() && tensor == HeadTensor::kMasterBias) tensor = HeadTensor::kBias;
   const auto found = tensors_.find(tensor);
-  return found == tensors_.end() ? 0 : static_cast<int64_t>(found->second.size());
+  return found == tensors_.end() ? none : found->second;
 }
 
 DataType FakeHead::TensorDataType(HeadTensor tensor) const {
@@ -127,9 +129,7 @@ absl::Status FakeHead::DoReadTensor(HeadTensor tensor, int64_t element_start, in
   const Use use(*this, Access::kShares, is_gradient ? Access::kAlone : Access::kNone);
   if (absl::Status status = control_.Note("ReadTensor"); !status.ok()) return status;
   const bool as_bfloat16 = TensorDataType(tensor) == DataType::kBFloat16;
-  if (!has_master() && tensor == HeadTensor::kMasterWeight) tensor = HeadTensor::kWeight;
-  if (!has_master() && tensor == HeadTensor::kMasterBias) tensor = HeadTensor::kBias;
-  const float* from = tensors_.at(tensor).data() + element_start;
+  const float* from = Tensor(tensor).data() + element_start;
   if (!as_bfloat16) {
     std::memcpy(out, from, static_cast<size_t>(element_count) * sizeof(float));
     return absl::OkStatus();
@@ -167,6 +167,7 @@ absl::Status FakeHead::DoWriteTensor(HeadTensor tensor, int64_t element_start, i
       tensors_.at(tensor)[index] = value;
     }
   }
+  control_.Done();
   return failure;
 }
 
@@ -178,6 +179,7 @@ absl::Status FakeHead::DoZeroGradient() {
   for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
     if (tensors_.contains(tensor)) std::fill(tensors_[tensor].begin(), tensors_[tensor].end(), 0.0f);
   }
+  control_.Done();
   return failure;
 }
 
@@ -197,6 +199,7 @@ absl::Status FakeHead::DoAddToGradient(HeadTensor tensor, int64_t element_start,
     const float product = static_cast<float>(factor) * in[i];
     tensors_[tensor][static_cast<size_t>(element_start + i)] += product;
   }
+  control_.Done();
   return failure;
 }
 
@@ -216,9 +219,7 @@ absl::StatusOr<GradientStats> FakeHead::DoComputeGradientStats() const {
   if (absl::Status status = control_.Note("ComputeGradientStats"); !status.ok()) return status;
   GradientStats stats;
   for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
-    const auto found = tensors_.find(tensor);
-    if (found == tensors_.end()) continue;
-    for (const float value : found->second) {
+    for (const float value : Tensor(tensor)) {
       if (!std::isfinite(value)) ++stats.non_finite_count;
       stats.norm_squared += static_cast<double>(value) * value;
     }
@@ -230,6 +231,7 @@ absl::Status FakeHead::DoApplyOptimizer(const OptimizerStep& step) {
   const Use use(*this, Access::kAlone, Access::kAlone);
   const absl::Status failure = control_.Note("ApplyOptimizer");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
+  update_count_ = step.update_count;
   const auto update = [&](HeadTensor weight, HeadTensor master, HeadTensor gradient, HeadTensor moment1, HeadTensor moment2) {
     if (!tensors_.contains(weight)) return;
     for (size_t i = 0; i < tensors_[weight].size(); ++i) {
@@ -245,6 +247,7 @@ absl::Status FakeHead::DoApplyOptimizer(const OptimizerStep& step) {
   update(HeadTensor::kWeight, HeadTensor::kMasterWeight, HeadTensor::kGradWeight, HeadTensor::kMoment1Weight,
          HeadTensor::kMoment2Weight);
   update(HeadTensor::kBias, HeadTensor::kMasterBias, HeadTensor::kGradBias, HeadTensor::kMoment1Bias, HeadTensor::kMoment2Bias);
+  control_.Done();
   return failure;
 }
 
@@ -262,7 +265,9 @@ class FakeStaged : public StagedContribution {
     for (auto& [head, tensors] : gradients_) ++head->slots_taken_;
   }
   // The one thing that other calls on the heads may overlap with.
-  ~FakeStaged() override { Release(); }
+  ~FakeStaged() override {
+    if (!control_.leaks_slots) Release();
+  }
 
   absl::Status DoCommit(double factor) override {
     EXPECT_FALSE(done_) << "a contribution is committed twice";
@@ -273,6 +278,7 @@ class FakeStaged : public StagedContribution {
     if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
     FakeEngine::Add(gradients_, static_cast<float>(factor));
     Release();
+    control_.Done();
     return failure;
   }
 
@@ -328,8 +334,8 @@ absl::StatusOr<MicroBatchResult> FakeEngine::DoCompute(const MicroBatch& micro_b
   }
   const absl::Status failure = control_.Note("Compute");
   if (control_.during_compute != nullptr) control_.during_compute();
-  const bool engine_failed = HasReason(failure, ErrorReason::kEngineFailed);
-  if (!failure.ok() && !engine_failed) return failure;
+  const bool accumulates = micro_batch.grad_weight == GradWeightMode::kAccumulate;
+  if (!failure.ok() && !(accumulates && HasReason(failure, ErrorReason::kEngineFailed))) return failure;
   RowFlow* const flow = micro_batch.flow;
   EXPECT_TRUE(flow != nullptr || !micro_batch.digest_rows);
   if (flow != nullptr) {
@@ -358,27 +364,39 @@ absl::StatusOr<MicroBatchResult> FakeEngine::DoCompute(const MicroBatch& micro_b
     for (int64_t row = 0; row < term.row_count; ++row) {
       const float* hidden = static_cast<const float*>(micro_batch.hidden.data) + (term.row_start + row) * width;
       const int32_t token = term.targets.empty() ? 0 : term.targets[static_cast<size_t>(row)];
+      if (term.lse != nullptr) term.lse[row] = 0;
       if (token == term.ignore_index) continue;
       if (token < 0 || token >= head->spec_.vocab_size) return MakeError(ErrorReason::kTargetOutOfVocab, "target out of range");
+      std::vector<float> value(hidden, hidden + width);
+      if (term.teacher_head != nullptr && term.teacher_hidden.data != nullptr) {
+        const float* teacher_hidden = static_cast<const float*>(term.teacher_hidden.data) + row * term.teacher_hidden.column_count;
+        value[0] += std::trunc(static_cast<FakeHead*>(term.teacher_head)->Tensor(HeadTensor::kWeight)[0]) * teacher_hidden[0];
+      }
+      if (term.lse != nullptr) term.lse[row] = head->Tensor(HeadTensor::kWeight)[static_cast<size_t>(token * width)];
       ++sums.valid_token_count;
       const float weight = term.token_weights.empty() ? 1.0F : term.token_weights[static_cast<size_t>(row)];
-      sums.loss_sum += weight * hidden[0];
+      sums.loss_sum += static_cast<double>(weight) * value[0];
       sums.token_weight_sum += weight;
-      const bool row_is_finite = std::all_of(hidden, hidden + width, [](float x) { return std::isfinite(x); });
+      const bool row_is_finite = std::all_of(value.begin(), value.end(), [](float x) { return std::isfinite(x); });
       if (!row_is_finite) ++sums.non_finite_row_count;
       finite = finite && row_is_finite;
       const float scale = static_cast<float>(term.loss_scale) * weight;
       for (int64_t i = 0; i < width; ++i) {
+        const float product = scale * value[static_cast<size_t>(i)];
         if (grad_hidden != nullptr) {
-          grad_hidden[(term.row_start + row) * width + i] += static_cast<float>(micro_batch.grad_hidden_scale) * hidden[i];
+          grad_hidden[(term.row_start + row) * width + i] += static_cast<float>(micro_batch.grad_hidden_scale) * product;
         }
-        if (adds) gradients[head][HeadTensor::kGradWeight][static_cast<size_t>(token * width + i)] += scale * hidden[i];
+        if (adds) gradients[head][HeadTensor::kGradWeight][static_cast<size_t>(token * width + i)] += product;
       }
       if (adds && head->spec_.has_bias) gradients[head][HeadTensor::kGradBias][static_cast<size_t>(token)] += scale;
     }
   }
   EXPECT_FALSE(micro_batch.refuse_non_finite && micro_batch.grad_weight == GradWeightMode::kAccumulate);
   EXPECT_TRUE(micro_batch.backward || (micro_batch.grad_weight == GradWeightMode::kNone && grad_hidden == nullptr));
+  const bool stages = micro_batch.grad_weight == GradWeightMode::kStage && !gradients.empty();
+  for (const auto& [head, tensors] : gradients) {
+    if (stages && head->FreeStagingSlots() <= 0) return MakeError(ErrorReason::kStagingFull, "no staging slot is free");
+  }
   if (micro_batch.refuse_non_finite && !finite) return MakeError(ErrorReason::kNonFiniteValues, "there are non-finite rows");
   if (flow != nullptr) {
     DigestBuilder sum;
@@ -388,17 +406,14 @@ absl::StatusOr<MicroBatchResult> FakeEngine::DoCompute(const MicroBatch& micro_b
     if (control_.after_decide != nullptr) control_.after_decide();
     if (grad_hidden != nullptr) flow->GradHiddenReady(micro_batch.grad_hidden.row_count);
   }
-  if (micro_batch.grad_weight == GradWeightMode::kStage && !gradients.empty()) {
-    for (const auto& [head, tensors] : gradients) {
-      if (head->FreeStagingSlots() <= 0) return MakeError(ErrorReason::kStagingFull, "no staging slot is free");
-    }
-    if (engine_failed) return failure;
+  if (stages) {
     result.staged = std::make_unique<FakeStaged>(std::move(gradients), control_);
-  } else if (micro_batch.grad_weight == GradWeightMode::kAccumulate) {
+  } else if (accumulates) {
     absl::MutexLock lock(&adding_);
     Add(gradients, 1);
   }
-  if (engine_failed) return failure;
+  control_.Done();
+  if (!failure.ok()) return failure;
   return result;
 }
 

@@ -1,9 +1,10 @@
 // FakeEngine: an engine whose numbers are whole, so that sums do not depend on order and every comparison can be bitwise.
 //
-// A row with target v adds loss_scale x token weight x hidden to row v of grad_weight and loss_scale x token weight to
-// grad_bias[v]; its loss is the row's first element; grad_hidden is the row itself x grad_hidden_scale, once for each term over it.
-// A row whose hidden has a NaN counts as non-finite. Optimizer: weight -= learning_rate x multiplier x gradient; moments add up
-// gradients (and squares).
+// A row has the value v = hidden; with a teacher, the teacher's first weight (its whole part) x the teacher's first hidden element
+// is added to v[0]. A row with target t adds loss_scale x token weight x v to row t of grad_weight and loss_scale x token weight to
+// grad_bias[t]; its loss is token weight x v[0]; grad_hidden gets loss_scale x token weight x v x grad_hidden_scale, for each term
+// over it; lse is the first element of the weight's row t. A row whose value has a NaN counts as non-finite. Optimizer: weight -=
+// learning_rate x multiplier x gradient; moments add up gradients (and squares).
 //
 // It records calls by name, can fail the next call of a name, and can stop inside Compute() until it is told to go on. It also
 // checks the engine's threading rule: two calls that touch one head at the same time fail the test, unless both are Compute()
@@ -33,15 +34,20 @@ class FakeControl {
   // has changed anything, else after it has changed something where it changes anything. "Upload" is the part of a Compute() whose
   // rows flow that comes before its Decide().
   void FailNext(const std::string& name, const absl::Status& status, int skip = 0);
+  void ClearFailures();
   // Called by the engine; returns the failure that is due.
   absl::Status Note(const std::string& name);
-  // Calls so far, in order.
-  std::vector<std::string> calls() const;
+  // Called by the engine when a call has changed or computed something.
+  void Done() const {
+    if (on_done != nullptr) on_done();
+  }
+  // Calls so far.
   int CountOf(const std::string& name) const;
   // Called inside Compute(), if set: before it looks at rows, and after Decide() of a flow.
   std::function<void()> during_compute, after_decide;
-  // Called first by every call, if set.
-  std::function<void()> on_call;
+  // Called first by every call, and by Done(), if set.
+  std::function<void()> on_call, on_done;
+  bool leaks_slots = false;  // a contribution that is dropped keeps its slot, for the test of a test
 
  private:
   struct Failure {
@@ -50,7 +56,7 @@ class FakeControl {
   };
   mutable absl::Mutex mutex_;
   std::map<std::string, Failure> failures_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::string> calls_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, int> counts_ ABSL_GUARDED_BY(mutex_);
 };
 
 class FakeHead : public EngineHead {
@@ -60,7 +66,7 @@ class FakeHead : public EngineHead {
   const HeadSpec& spec() const override { return spec_; }
   const MemoryPlan& plan() const override { return plan_; }
   absl::Span<const VocabShard> shards() const override { return shards_; }
-  int64_t ElementCount(HeadTensor tensor) const override;
+  int64_t ElementCount(HeadTensor tensor) const override { return static_cast<int64_t>(Tensor(tensor).size()); }
   DataType TensorDataType(HeadTensor tensor) const override;
   absl::Status DoReadTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, void* out) const override;
   absl::Status DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) override;
@@ -71,6 +77,10 @@ class FakeHead : public EngineHead {
   absl::StatusOr<GradientStats> DoComputeGradientStats() const override;
   absl::Status DoApplyOptimizer(const OptimizerStep& step) override;
   int32_t FreeStagingSlots() const override { return spec_.staging_slots - slots_taken_; }
+
+  // The numbers as they are; empty for a tensor that the head does not have. Without a master the stored tensor is the master.
+  const std::vector<float>& Tensor(HeadTensor tensor) const;
+  int64_t update_count() const { return update_count_; }  // of the last update
 
  private:
   friend class FakeEngine;
@@ -86,6 +96,7 @@ class FakeHead : public EngineHead {
   FakeControl& control_;
   mutable std::atomic<int> weight_users_ = 0, gradient_users_ = 0;
   std::atomic<int32_t> slots_taken_ = 0;  // contributions are destroyed while other calls run
+  int64_t update_count_ = 0;
   // fp32 of every tensor that the head has; kWeight and kBias hold the rounded values.
   std::map<HeadTensor, std::vector<float>> tensors_;
 };

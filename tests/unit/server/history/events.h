@@ -184,7 +184,7 @@ struct Event {
   int crash_at = 0;
   std::optional<uint64_t> power_loss;  // it ends because the power fails, see MemoryFileSystem::LosePower()
   bool crash_changed = false;          // whether the files had changed by then: the server says, because both are right
-  const char* failing_call = nullptr;  // of the engine, see EngineControl
+  const char* failing_call = nullptr;  // of the engine, see FakeControl::FailNext()
   ErrorReason failure = ErrorReason::kEngineFailed;
 
   bool is_call() const { return op == Op::kCall || op == Op::kAnnounce || op == Op::kRows; }

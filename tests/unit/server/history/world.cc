@@ -140,9 +140,8 @@ World::World(const std::vector<Payload>& payloads, int shard_count, const WorldB
 World::~World() { Stop(); }
 
 void World::Start() {
-  engine_ = std::make_unique<HistoryEngine>(shard_count_);
-  engine_->control().bug = bugs_.engine;
-  engine_->control().await_points = &await_points_;
+  engine_ = std::make_unique<HistoryEngine>(shard_count_, bugs_.engine);
+  engine_->control().on_call = engine_->control().on_done = [this] { await_points_.Pass(); };
   const heads::RegistryLimits limits = {
       .max_heads = kMaxHeads, .max_heads_per_tenant = kMaxHeadsPerTenant, .max_tenant_memory_bytes = kMaxTenantMemoryBytes};
   const heads::HeadLimits head_limits = {.max_step_micro_batches = kMaxStepRecords};
@@ -207,17 +206,21 @@ int World::IndexOf(const heads::HeadName& name) {
 // ---- events ----------------------------------------------------------------------------------------------------------
 
 Reply World::Run(const Event& event) {
-  EngineControl& control = engine_->control();
-  control.failing_call = event.failing_call;
-  if (event.failing_call != nullptr) control.failure = MakeError(event.failure, "by order of the history");
+  FailCallOf(event);
   if (event.disk_full) files_->set_capacity_bytes(files_->stored_bytes() + event.disk_left);
   if (event.crash_at > 0) return CrashIn(event);
   Reply reply = Dispatch(event);
   files_->set_capacity_bytes(INT64_MAX);
-  engine_->control().failing_call = nullptr;
-  engine_->control().during_compute = nullptr;
+  engine_->control().ClearFailures();
+  engine_->during_compute = nullptr;
   reply.beside = std::exchange(beside_, {});
   return reply;
+}
+
+void World::FailCallOf(const Event& event) {
+  engine_->control().ClearFailures();
+  if (event.failing_call == nullptr) return;
+  engine_->control().FailNext(event.failing_call, MakeError(event.failure, "by order of the history"));
 }
 
 Reply World::Dispatch(const Event& event) {
@@ -360,7 +363,7 @@ Reply World::Call(const Event& event) {
   bool cancelled = event.cancel == Cancel::kBefore;
   bool in_progress = false;
   const bool is_beside = std::exchange(computing_, true);
-  engine_->control().during_compute = [&] {
+  engine_->during_compute = [&] {
     if (event.cancel == Cancel::kWhileComputing) cancelled = true;
     DoMeanwhile(event, submission, &in_progress);
   };
@@ -449,14 +452,12 @@ void World::DoMeanwhile(const Event& event, const heads::Submission& submission,
 }
 
 void World::CallBeside(const Event& event) {
-  EngineControl& control = engine_->control();
-  control.failing_call = event.failing_call;
-  if (event.failing_call != nullptr) control.failure = MakeError(event.failure, "by order of the history");
+  FailCallOf(event);
   Reply reply;
   std::thread thread([&] { reply = Call(event); });
   thread.join();
-  control.failing_call = nullptr;
-  control.during_compute = nullptr;
+  engine_->control().ClearFailures();
+  engine_->during_compute = nullptr;
   beside_.push_back(std::move(reply));
 }
 
@@ -730,10 +731,10 @@ void World::Damage(const Event& event) {
 
 // ---- the observable state --------------------------------------------------------------------------------------------
 
-HistoryHead* World::EngineHeadOf(int head) {
-  const std::vector<HistoryHead*>& all = engine_->control().heads;
+const testing::FakeHead* World::EngineHeadOf(int head) const {
+  const auto& all = engine_->heads;
   const auto found = std::find_if(all.rbegin(), all.rend(),
-                                  [head](const HistoryHead* it) { return it->spec().transform.logit_scale == head + 1; });
+                                  [head](const testing::FakeHead* it) { return it->spec().transform.logit_scale == head + 1; });
   return found == all.rend() ? nullptr : *found;
 }
 
@@ -786,7 +787,7 @@ void World::Observe(View& view) {
   static constexpr const char* kNames[kHeadCount] = {"head 0/", "head 1/", "head 2/", "head 3/", "head 4/", "head 5/"};
   for (const auto& [index, head] : all) {
     const HeadInfo info = head->Describe();
-    const HistoryHead& numbers = *EngineHeadOf(index);
+    const testing::FakeHead& numbers = *EngineHeadOf(index);
     const char state = StateOf(info);
     view.Section(kNames[index]);
     view.Section("epoch");

@@ -48,6 +48,8 @@ class World {
 
   void Start();
   void Stop();
+  // The engine's call that the event says fails.
+  void FailCallOf(const Event& event);
   Reply Dispatch(const Event& event);
   absl::Time Now() const { return absl::UnixEpoch() + absl::Seconds(now_); }
 
@@ -89,7 +91,7 @@ class World {
   // The reply of a call that says them if it went well.
   Reply AndHead(const absl::Status& status, const heads::Head& head);
   void Damage(const Event& event);
-  HistoryHead* EngineHeadOf(int head);
+  const testing::FakeHead* EngineHeadOf(int head) const;
   static int IndexOf(const heads::HeadName& name);
   static void ObserveStep(View& view, const heads::StepRecord& step);
 
