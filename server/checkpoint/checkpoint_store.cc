@@ -220,8 +220,7 @@ absl::StatusOr<int64_t> CheckpointStore::Save(const std::string& tenant, const s
   // The mark comes first: after a crash, a published checkpoint must bring its head back; a mark alone is harmless.
   absl::Status status = total_bytes.ok() ? MarkLive(head_directory, sequences.first) : total_bytes.status();
   if (status.ok()) status = Publish(head_directory, temporary, info.name, overwrite);
-  files_.RemoveTree(temporary).IgnoreError();  // the failed or the replaced version; after a failure it is removed at the next
-                                               // start
+  files_.RemoveTree(temporary).IgnoreError();  // the failed or the replaced version; the next start tries again
   if (!status.ok()) return status;
   if (keep_ > 0) Prune(tenant, head_id, info.name, sequences.first);
   return total_bytes;
@@ -259,11 +258,12 @@ void CheckpointStore::Prune(const std::string& tenant, const std::string& head_i
   absl::Status status = catalogue.status();
   if (status.ok()) {
     std::vector<CheckpointInfo>& series = catalogue->newest_first;
-    // Checkpoints of former heads of this name stay.
+    // Checkpoints of former heads of this name stay. So does the new one, beside which another save may have numbered higher.
     std::erase_if(series, [&](const CheckpointInfo& info) {
       return !BelongsTo(info, first_sequence) || SeriesOf(info.name) != SeriesOf(checkpoint);
     });
     for (size_t index = static_cast<size_t>(keep_); index < series.size() && status.ok(); ++index) {
+      if (series[index].name == checkpoint) continue;
       status = RemoveCheckpoint(HeadDirectory(tenant, head_id), series[index].name);
       if (status.ok()) {
         Log(LogLevel::kInfo, "checkpoint_removed",

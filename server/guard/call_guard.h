@@ -35,8 +35,8 @@
 
 namespace headwater::guard {
 
-// Bounds the log lines of failed calls, so that a client cannot fill the disk, or a processor, with refusals. In
-// hostile_resets_latency_ratio each of 33,000 calls a second fails. Thread-safe.
+// Bounds the log lines of failed calls, so that a client cannot fill the disk, or a processor, with refusals. Holds
+// hostile_resets_latency_ratio of docs/benchmarks/trust.md, where every call fails. Thread-safe.
 class LineBudget {
  public:
   // `a_second` lines (> 0) each second, and as many as `at_once` after a quiet time.

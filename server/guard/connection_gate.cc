@@ -166,7 +166,10 @@ void ConnectionGate::Run() {
     for (int i = 0; i < count; ++i) {
       const uint64_t key = events[static_cast<size_t>(i)].data.u64;
       if (key == kStopKey) {
-        for (const Held& held : held_) close(held.fd);
+        for (const Held& held : held_) {
+          shutdown(held.fd, SHUT_RDWR);  // its duplicate stays open until the gate is destroyed
+          close(held.fd);
+        }
         return;
       }
       if (key >= kListenerKey) Accept(listeners_[static_cast<size_t>(key - kListenerKey)]);
@@ -215,11 +218,8 @@ bool ConnectionGate::LetIn(const Listener& listener, int fd) {
     SetOption(fd, IPPROTO_TCP, TCP_NODELAY, 1);
     SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, kTcpUserTimeoutMs);
   }
-  if (is_held) {
-    held_.push_back({now + kHold, &listener, fd});
-  } else {
-    listener.take(listener.socket.get(), fd);
-  }
+  if (is_held) held_.push_back({now + kHold, &listener, fd, duplicate});
+  if (!is_held) listener.take(listener.socket.get(), fd);
   return true;
 }
 
@@ -249,6 +249,12 @@ void ConnectionGate::Forget(int duplicate) {
     if (peer != peers_.end() && peer->second.duplicate == duplicate) peers_.erase(peer);
   }
   duplicates_.erase(found);
+  // Its client has reset it while it waited.
+  const auto held = std::find_if(held_.begin(), held_.end(), [&](const Held& one) { return one.duplicate == duplicate; });
+  if (held != held_.end()) {
+    close(held->fd);
+    held_.erase(held);
+  }
   // Closing alone is not enough while the owner has the connection open. Its later events would be taken for the next connection
   // whose duplicate gets this number.
   epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, duplicate, nullptr);

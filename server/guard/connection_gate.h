@@ -1,7 +1,7 @@
 // ConnectionGate: the listening sockets of a group of ports, and the bound on the connections that they admit.
 //
-// A connection counts until its new owner has shut it down (docs/adr/0018-limits.md). Holds hostile_connections_latency_ratio and
-// hostile_connections_descriptors_left of docs/benchmarks/trust.md.
+// A connection counts until its new owner has shut it down (docs/adr/0018-limits.md). Holds hostile_connections_latency_ratio,
+// hostile_connections_descriptors_left and hostile_resets_latency_ratio of docs/benchmarks/trust.md.
 #ifndef HEADWATER_SERVER_GUARD_CONNECTION_GATE_H_
 #define HEADWATER_SERVER_GUARD_CONNECTION_GATE_H_
 
@@ -54,8 +54,8 @@ class ConnectionGate {
   void Stop();
 
   // A client has cancelled a call. If its host cancels too many, the client is cut off, unless it has cancelled at most 16 itself.
-  // `peer`: gRPC's name, ipv4:HOST:PORT or ipv6:%5BHOST%5D:PORT; clients of Unix sockets are unnamed and not counted. `now` is of
-  // any clock that does not go back.
+  // `peer`: gRPC's name, ipv4:HOST:PORT or ipv6:%5BHOST%5D:PORT; clients of Unix sockets are unnamed and not counted. `now`, here
+  // and below, is observability::MonotonicNow().
   void OnCancelled(const std::string& peer, absl::Time now);
   // Cuts a client off at once, and limits its host's other clients to 16 cancels each for now. `peer`: as in OnCancelled(). For
   // 10 s after a client was cut off, its host's new connections are handed over 250 ms late.
@@ -84,11 +84,11 @@ class ConnectionGate {
     absl::Time last_cancel;
     absl::Time last_cut = absl::InfinitePast();
   };
-  // A new connection that waits.
-  struct Held {
+  struct Held {  // a new connection that waits
     absl::Time due;
     const Listener* listener;
     int fd;
+    int duplicate;
   };
 
   void Run();

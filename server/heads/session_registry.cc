@@ -73,18 +73,20 @@ absl::StatusOr<SessionRegistry::Use> SessionRegistry::Begin(const SessionId& id)
 }
 
 void SessionRegistry::EndCall(const SessionId& id) {
+  std::string client_name;
   {
     absl::MutexLock lock(&mutex_);
     Session& session = sessions_.find(id)->second;  // stays as long as one of its calls runs
     --session.running_calls;
     session.lease_end = clock_() + session.lease;
     if (!session.ended || session.running_calls > 0) return;
+    client_name = session.client_name;
   }
-  Tell(id, End::kClosed);
+  Tell(id, client_name, End::kClosed);
 }
 
-int64_t SessionRegistry::Tell(const SessionId& id, End how) {
-  const int64_t dropped = on_end_(id, how);
+int64_t SessionRegistry::Tell(const SessionId& id, const std::string& client_name, End how) {
+  const int64_t dropped = on_end_(id, client_name, how);
   absl::MutexLock lock(&mutex_);
   sessions_.erase(id);
   return dropped;
@@ -100,18 +102,16 @@ absl::StatusOr<absl::Duration> SessionRegistry::Renew(const SessionId& id) {
 
 bool SessionRegistry::Close(const SessionId& id) {
   bool runs = false;
+  std::string client_name;
   {
     absl::MutexLock lock(&mutex_);
     Session* session = FindOpen(id);
     if (session == nullptr) return false;
     session->ended = true;
     runs = session->running_calls > 0;
+    client_name = session->client_name;
   }
-  if (runs) {
-    on_end_(id, End::kClosed);
-  } else {
-    Tell(id, End::kClosed);
-  }
+  runs ? on_end_(id, client_name, End::kClosed) : Tell(id, client_name, End::kClosed);
   return true;
 }
 
@@ -127,7 +127,7 @@ std::vector<SessionRegistry::Expired> SessionRegistry::Expire() {
     }
   }
   std::vector<Expired> expired;
-  for (const auto& [id, client_name] : over) expired.push_back({client_name, Tell(id, End::kExpired)});
+  for (const auto& [id, client_name] : over) expired.push_back({client_name, Tell(id, client_name, End::kExpired)});
   return expired;
 }
 

@@ -1,6 +1,6 @@
 // SessionRegistry: client processes by secret id, each with a lease.
 //
-//   SessionRegistry sessions(limits, [&](const SessionId& id, SessionRegistry::End) { return heads.DropSession(id); });
+//   SessionRegistry sessions(limits, [&](const SessionId& id, auto&&...) { return heads.DropSession(id); });
 //   auto grant = sessions.Open("trainer-0", absl::Seconds(30));
 //   auto use = sessions.Begin(grant->id);  // held as long as the call runs
 //
@@ -39,7 +39,7 @@ class SessionRegistry {
  public:
   enum class End { kClosed, kExpired };
   // Drops what the session has left undecided. Returns how many contributions that were.
-  using OnEnd = std::function<int64_t(const SessionId& id, End how)>;
+  using OnEnd = std::function<int64_t(const SessionId& id, const std::string& client_name, End how)>;
 
   // `on_end` may be called from any thread that calls the registry, until the registry is destroyed. `clock` is for tests; only
   // differences of its times matter.
@@ -93,7 +93,7 @@ class SessionRegistry {
   Session* FindOpen(const SessionId& id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndCall(const SessionId& id);
   // Calls on_end() for a session that has ended and has no calls, and forgets the session. Returns what on_end() returns.
-  int64_t Tell(const SessionId& id, End how);
+  int64_t Tell(const SessionId& id, const std::string& client_name, End how);
   static bool IsOver(const Session& session, absl::Time now);
 
   const SessionLimits limits_;

@@ -166,11 +166,13 @@ ServerParts::ServerParts(const ServerOptions& server_options, std::unique_ptr<Lo
                                      options.limits.max_tenant_memory_bytes},
                heads::HeadLimits{options.limits.max_step_micro_batches, options.deterministic, options.limits.ordered_window}),
       sessions(heads::SessionLimits{options.limits.max_sessions, options.limits.max_session_lease},
-               [this](const heads::SessionId& session, heads::SessionRegistry::End how) {
+               [this](const heads::SessionId& session, const std::string& client, heads::SessionRegistry::End how) {
                  const bool closed = how == heads::SessionRegistry::End::kClosed;
                  const int64_t dropped = registry.DropSession(session);
                  metrics.Count(Metric::kSessionDiscards, dropped, closed ? SessionEnd::kClosed : SessionEnd::kExpired);
-                 if (closed && dropped > 0) Log(LogLevel::kInfo, "session_closed", {{"dropped_contributions", dropped}});
+                 if (closed && dropped > 0) {
+                   Log(LogLevel::kInfo, "session_closed", {{"client", client}, {"dropped_contributions", dropped}});
+                 }
                  regions.DropOwner(session);
                  join.DropOwner(session);
                  return dropped;

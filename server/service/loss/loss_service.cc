@@ -50,7 +50,7 @@ absl::Status CommitMicroBatch(RpcScope& scope, const v1::CommitMicroBatchRequest
                                        &core.busy, scope.wait_limits());
   const absl::Time end = observability::MonotonicNow();
   if (scope.trace() != nullptr && !scheduler::IsParked(committed.status())) {
-    scope.trace()->AddSpan("commit", committed.ok() ? "commit" : "commit refused", start, end);
+    scope.trace()->AddSpan("commit", committed.ok() ? "commit" : "commit failed", start, end);
   }
   HEADWATER_RETURN_IF_ERROR(committed.status());
   if (*committed) {

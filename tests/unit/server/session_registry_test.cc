@@ -33,7 +33,7 @@ class SessionRegistryTest : public ::testing::Test {
   std::vector<SessionRegistry::End> hows_;  // of those
   int64_t dropped_ = 0;                     // of each
   SessionRegistry sessions_{{.max_sessions = 3, .max_lease = absl::Seconds(60)},
-                            [this](const SessionId& id, SessionRegistry::End how) {
+                            [this](const SessionId& id, const std::string&, SessionRegistry::End how) {
                               sessions_.size();  // would hang if the lock were held
                               ended_.push_back(id);
                               hows_.push_back(how);
@@ -137,7 +137,7 @@ TEST(SessionRegistryEndTest, ASessionWhoseLeaseEndsWhileItIsEndedEndsOnce) {
   int ends = 0;
   SessionRegistry sessions(
       {},
-      [&](const SessionId&, SessionRegistry::End) {
+      [&](const SessionId&, const std::string&, SessionRegistry::End) {
         ++ends;
         now += absl::Hours(1);
         EXPECT_TRUE(sessions.Expire().empty());
@@ -211,7 +211,7 @@ TEST(SessionRegistryThreadsTest, ManyThreadsOpenUseCloseAndExpire) {
   std::atomic<int> end_count = 0;
   SessionRegistry sessions(
       {.max_sessions = 64, .max_lease = absl::Seconds(10)},
-      [&](const SessionId&, SessionRegistry::End) { return int64_t{++end_count}; },
+      [&](const SessionId&, const std::string&, SessionRegistry::End) { return int64_t{++end_count}; },
       [&] { return absl::UnixEpoch() + absl::Seconds(now_seconds.load()); });
   ASSERT_OK_AND_ASSIGN(const SessionRegistry::Grant shared, sessions.Open("shared", absl::Seconds(10)));
   std::atomic<int> opened = 1;

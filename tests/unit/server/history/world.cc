@@ -148,7 +148,7 @@ void World::Start() {
   registry_ = std::make_unique<heads::HeadRegistry>(*engine_, limits, head_limits, [this] { return Now(); });
   const heads::SessionLimits session_limits = {.max_sessions = kMaxSessions, .max_lease = absl::Seconds(kMaxLeaseSeconds)};
   sessions_ = std::make_unique<heads::SessionRegistry>(
-      session_limits, [this](const heads::SessionId& session, heads::SessionRegistry::End) { return OnSessionEnd(session); },
+      session_limits, [this](const heads::SessionId& session, auto&&...) { return OnSessionEnd(session); },
       [this] { return bugs_.session_clock_stands ? absl::UnixEpoch() : Now(); });
   store_ = *checkpoint::CheckpointStore::Open(kRoot, *files_);
 }
