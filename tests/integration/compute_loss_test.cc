@@ -295,6 +295,26 @@ TEST(Held, WhatCanNeverBeHeldIsRefusedAtItsHeader) {
   }
 }
 
+TEST(Held, TheirBytesAreBounded) {
+  WireServer server(WithLimit(&service::Limits::max_held_bytes, 2 * kHeldBytes));
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  const auto hold = [&](int64_t id) {
+    v1::MicroBatchHeader header = ExplicitHeader(head, id);
+    header.set_late_token_factors(true);
+    return server.Compute(header, Rows(5)).status;
+  };
+  for (const int64_t id : {0, 1}) EXPECT_EQ(ReasonOf(hold(id)), "OK");
+  EXPECT_TRUE(server.AwaitMetric("headwater_held_bytes", 2 * kHeldBytes));
+  const WireError error = DecodeError(hold(2));
+  EXPECT_EQ(error.reason, "STAGING_FULL");
+  EXPECT_EQ(error.at("limit"), "max_held_bytes");
+  EXPECT_EQ(error.at("requestedBytes"), absl::StrCat(kHeldBytes));
+  EXPECT_EQ(error.at("availableBytes"), "0");
+  EXPECT_TRUE(error.retry_ms.has_value());
+  Require(server.Discard(head, 0, 0), "DiscardMicroBatch");
+  EXPECT_EQ(ReasonOf(hold(2)), "OK");
+}
+
 TEST(Held, TheirCommitIsTimeInWhichTheEngineIsBusy) {
   WireServer server;
   const TestHead head = server.MakeHead("h", WithoutSlots());

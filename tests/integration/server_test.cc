@@ -155,6 +155,17 @@ TEST(Limits, OfAMessageAreGrpcs) {
   EXPECT_EQ(server.Snapshot(head), before);
 }
 
+TEST(Sessions, LeasesAreAtMostTheServers) {
+  WireServer server(WithLimit(&service::Limits::max_session_lease, absl::Seconds(20)));
+  for (const int64_t asked_s : {0, 60}) {  // 0: not asked; the default is 30 s
+    v1::OpenSessionRequest request;
+    if (asked_s > 0) request.mutable_lease()->set_seconds(asked_s);
+    v1::OpenSessionResponse opened;
+    Require(server.Call(&Sessions::OpenSession, request, &opened), "OpenSession");
+    EXPECT_EQ(opened.lease().seconds(), 20);
+  }
+}
+
 TEST(RequestIds, AreTakenOverOrMade) {
   WireServer server;
   const TestHead head = server.MakeHead("h", SmallSpec());

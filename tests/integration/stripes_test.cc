@@ -380,6 +380,7 @@ TEST_F(Stripes, ASlowUploaderHoldsNobodyUp) {
     }
     EXPECT_EQ(server_->Find(head_, stripe_count).state(), v1::CONTRIBUTION_STATE_UNSPECIFIED);
     EXPECT_EQ(server_->MetricLine("headwater_stalls_total"), absl::StrCat("headwater_stalls_total ", stripe_count));
+    EXPECT_EQ(server_->MetricLine("headwater_early_starts_total"), absl::StrCat("headwater_early_starts_total ", stripe_count));
     slow.Send(Chunk(rows, kRowsBefore, kStalledRows - kRowsBefore));
     slow.HalfClose();
     Grad grad(kStalledRows);

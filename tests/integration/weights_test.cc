@@ -166,6 +166,18 @@ TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {
   load.set_epoch(head.head.epoch());
   load.set_path("w.safetensors");
   EXPECT_EQ(DecodeError(server.Call(&Heads::LoadWeights, load)).at("expected"), "--load_root");
+  v1::ListCheckpointsRequest list;
+  list.set_name(head.name());
+  EXPECT_EQ(DecodeError(server.Call(&Heads::ListCheckpoints, list)).at("expected"), "--checkpoint_directory");
+  v1::DeleteCheckpointRequest remove;
+  remove.set_name(head.name());
+  remove.set_checkpoint("c");
+  EXPECT_EQ(DecodeError(server.Call(&Heads::DeleteCheckpoint, remove)).at("expected"), "--checkpoint_directory");
+  v1::RestoreCheckpointRequest restore;
+  restore.set_name(head.name());
+  restore.set_epoch(head.head.epoch());
+  restore.set_checkpoint("c");
+  EXPECT_EQ(DecodeError(server.Call(&Heads::RestoreCheckpoint, restore)).at("expected"), "--checkpoint_directory");
 }
 
 // A save reads the weights: micro-batches of its head and of others run beside it.
@@ -194,6 +206,20 @@ TEST(WeightsBeingSaved, KeepNoMicroBatchWaiting) {
   disk_hangs = false;
   for (std::thread& thread : threads) thread.join();
   for (int64_t id = 0; id < 2; ++id) EXPECT_EQ(server.Find(saved, id).state(), v1::CONTRIBUTION_STATE_COMMITTED) << id;
+}
+
+TEST(WeightsInUpload, TheServersLimitIsTheStores) {
+  WireServer server(WithLimit(&service::Limits::max_upload_bytes, 260));
+  v1::Head head;
+  Require(server.Create("tenants/default/heads/h", SmallSpec(), &head), "CreateHead");
+  Upload first(server, UploadHeader(head, "a"));  // at the limit
+  EXPECT_EQ(first.resume_offset, 0);
+  EXPECT_EQ(server.MetricLine("headwater_upload_bytes"), "headwater_upload_bytes 260");
+  const WireError error = DecodeError(Upload(server, UploadHeader(head, "b")).End());
+  EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
+  EXPECT_EQ(error.at("maximum"), "260");
+  first.context.TryCancel();
+  first.End();
 }
 
 TEST(WeightsInUpload, AreFourOfAHead) {

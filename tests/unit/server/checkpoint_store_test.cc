@@ -1,5 +1,6 @@
 #include "server/checkpoint/checkpoint_store.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -473,6 +474,16 @@ TEST_F(CheckpointStoreTest, OtherHeadsAndFormerOnesKeepTheirs) {
   ASSERT_OK(Save(*store, *head, "step-3"));
   EXPECT_EQ(Entries(), (std::vector<std::string>{"step-1", "step-3"}));
   EXPECT_EQ(store->ListNewestFirst("default", "other")->newest_first.size(), 1u);
+}
+
+TEST_F(CheckpointStoreTest, ASaveStaysThoughAnotherServerHasNumberedHigher) {
+  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
+  const std::unique_ptr<CheckpointStore> store = OpenStore(1);
+  ASSERT_OK(Save(*store, *head, "step-1"));
+  const std::unique_ptr<CheckpointStore> other = OpenStore(1);
+  for (const char* name : {"step-2", "step-3", "step-4"}) ASSERT_OK(Save(*other, *head, name));
+  ASSERT_OK(Save(*store, *head, "step-5"));
+  EXPECT_THAT(Entries(), ::testing::Contains("step-5"));
 }
 
 TEST_F(CheckpointStoreTest, WhatIsBeyondTheNumberToKeepGoesBeforeAnotherOneIsWritten) {

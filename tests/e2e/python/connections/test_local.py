@@ -105,6 +105,7 @@ def test_clients_of_equal_options_share_a_server_until_the_last_is_closed():
     first, second = headwater.local.connect(threads=1), headwater.local.connect(threads=1, tenant="other")
     with headwater.local.connect(threads=2) as elsewhere:
         assert pid_of(first) == pid_of(second) != pid_of(elsewhere)
+    assert first.transports()["shared_memory"] is None
     pid = pid_of(first)
     first.create_head("kept", np.ones((8, 4), np.float32))
     first.close()

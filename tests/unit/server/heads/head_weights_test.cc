@@ -43,6 +43,17 @@ class HeadWeightsTest : public ::testing::Test {
   const std::vector<float> bias_ = std::vector<float>(5, 0.25f);
 };
 
+TEST_F(HeadWeightsTest, FirstWeightsLeaveWhatTheTakerHasWorkedUnder) {
+  const std::vector<Epoch> worked_under = {Epoch{1}, Epoch{2}};
+  const std::shared_ptr<Head> head = NewHead(SmallSpec());
+  ASSERT_OK(head->Take(std::nullopt, worked_under));
+  EXPECT_REASON(head->Take(Epoch{9}, {Epoch{3}}), kEpochFenced);
+  ASSERT_OK(Set(*head, HeadTensor::kWeight, weight_));
+  EXPECT_EQ(head->Describe().recovers_epochs, worked_under);
+  ASSERT_OK(Set(*head, HeadTensor::kWeight, weight_));  // begins another run
+  EXPECT_TRUE(head->Describe().recovers_epochs.empty());
+}
+
 TEST_F(HeadWeightsTest, LoadingUntilEveryTensorIsThere) {
   const std::shared_ptr<Head> head = NewHead(SpecWith(&HeadSpec::has_bias, true));
   EXPECT_EQ(head->Describe().state, HeadState::kLoading);
