@@ -30,6 +30,7 @@ set(parser_sources
   ${product}/server/checkpoint/checkpoint_store.cc
   ${product}/server/checkpoint/file_system.cc
   ${product}/server/checkpoint/shard_files.cc
+  ${product}/server/heads/steps/step_ledger.cc
   ${product}/server/model_files/file_source.cc
   ${product}/server/model_files/head_tensors.cc
   ${product}/server/observability/logging.cc
