@@ -258,12 +258,12 @@ void CheckpointStore::Prune(const std::string& tenant, const std::string& head_i
   absl::Status status = catalogue.status();
   if (status.ok()) {
     std::vector<CheckpointInfo>& series = catalogue->newest_first;
-    // Checkpoints of former heads of this name stay. So does the new one, beside which another save may have numbered higher.
+    // Checkpoints of former heads of this name stay.
     std::erase_if(series, [&](const CheckpointInfo& info) {
       return !BelongsTo(info, first_sequence) || SeriesOf(info.name) != SeriesOf(checkpoint);
     });
     for (size_t index = static_cast<size_t>(keep_); index < series.size() && status.ok(); ++index) {
-      if (series[index].name == checkpoint) continue;
+      if (series[index].name == checkpoint) continue;  // another save may have numbered higher meanwhile
       status = RemoveCheckpoint(HeadDirectory(tenant, head_id), series[index].name);
       if (status.ok()) {
         Log(LogLevel::kInfo, "checkpoint_removed",
