@@ -93,26 +93,6 @@ TEST_F(SessionRegistryTest, ALeaseEndsWithoutCalls) {
   EXPECT_EQ(ended_.size(), 1u);
 }
 
-TEST_F(SessionRegistryTest, ARunningCallHoldsTheLease) {
-  const SessionId id = MustOpen();
-  std::optional<Use> first = MustBegin(id);
-  std::optional<Use> second = MustBegin(id);
-  Pass(absl::Hours(5));
-  EXPECT_EQ(sessions_.Expire().size(), 0u);
-  EXPECT_OK(sessions_.Renew(id));
-  Pass(absl::Hours(5));
-  first.reset();
-  Pass(absl::Hours(5));
-  EXPECT_EQ(sessions_.Expire().size(), 0u);  // the second one runs
-  second.reset();
-  Pass(absl::Seconds(29));  // counts from its end
-  EXPECT_EQ(sessions_.Expire().size(), 0u);
-  EXPECT_TRUE(ended_.empty());
-  Pass(absl::Seconds(1));
-  EXPECT_EQ(sessions_.Expire().size(), 1u);
-  EXPECT_EQ(ended_, std::vector<SessionId>{id});
-}
-
 TEST_F(SessionRegistryTest, ClosingWithRunningCallsEndsItOnceMoreAfterTheLast) {
   const SessionId id = MustOpen();
   std::optional<Use> first = MustBegin(id);
@@ -159,24 +139,6 @@ TEST(SessionRegistryEndTest, ASessionWhoseLeaseEndsWhileItIsEndedEndsOnce) {
   now += absl::Hours(1);
   EXPECT_EQ(sessions.Expire().size(), 1u);
   EXPECT_EQ(ends, 4);
-}
-
-TEST_F(SessionRegistryTest, AUseIsMovedNotCopied) {
-  const SessionId id = MustOpen();
-  const SessionId other = MustOpen();
-  Use a = MustBegin(id);
-  Use b = std::move(a);
-  Use c = MustBegin(other);
-  EXPECT_TRUE(sessions_.Close(id));
-  EXPECT_TRUE(sessions_.Close(other));
-  EXPECT_EQ(ended_.size(), 2u);
-  Use& same = b;
-  b = std::move(same);
-  EXPECT_EQ(ended_.size(), 2u);
-  b = std::move(c);  // ends the call of `id`
-  EXPECT_EQ(ended_, (std::vector<SessionId>{id, other, id}));
-  b = Use();
-  EXPECT_EQ(ended_, (std::vector<SessionId>{id, other, id, other}));
 }
 
 TEST_F(SessionRegistryTest, TheirNumberIsBounded) {

@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <limits>
 #include <numeric>
 #include <optional>
@@ -66,53 +65,10 @@ TEST_F(StepLedgerTest, AProvisionalOneGetsItsDigestLater) {
   EXPECT_REASON(ledger_.SetDigest(4, kFirst), kInternal);
 }
 
-TEST_F(StepLedgerTest, AProvisionalOneThatEndsIsForgotten) {
-  EXPECT_TRUE(*BeginProvisionally(7, 3, 0));
-  EXPECT_OK(ledger_.Abort(3));
-  EXPECT_FALSE(ledger_.open().micro_batches.contains(3));
-  EXPECT_TRUE(*BeginProvisionally(7, 3, 2));
-  EXPECT_OK(ledger_.Abort(3));
-  EXPECT_EQ(Record(3).fence_attempt, 2);
-  EXPECT_REASON(BeginProvisionally(7, 3, 1), kAttemptSuperseded);
-  EXPECT_REASON(BeginProvisionally(8, 3, 2), kStepMismatch);
-  StepLedger full(7, 1);
-  EXPECT_FALSE(*full.Discard(7, 3, 0));
-  EXPECT_REASON(full.CheckBegin(7, 9, 0, std::nullopt, false), kLimitExceeded);
-}
-
-TEST_F(StepLedgerTest, OtherStepsAreRefusedWithTheOpenOne) {
-  for (const int64_t step : {6, 8}) {
-    const absl::StatusOr<BeginDecision> decision = Begin(ledger_, step, 0, 0, kFirst, false);
-    EXPECT_REASON(decision, kStepMismatch);
-    EXPECT_EQ(GetErrorMetadata(decision.status()).at("openStep"), "7");
-    EXPECT_EQ(GetErrorMetadata(decision.status()).at("step"), std::to_string(step));
-    EXPECT_REASON(ledger_.CheckCommit(step, 0, 0, Factor(1)), kStepMismatch);
-    EXPECT_REASON(ledger_.Discard(step, 0, 0), kStepMismatch);
-    EXPECT_REASON(ledger_.Seal(step, int64_t{0}), kStepMismatch);
-    EXPECT_REASON(ledger_.Close(step, StepState::kDiscarded), kStepMismatch);
-  }
-  EXPECT_TRUE(ledger_.open().micro_batches.empty());
-}
-
 TEST_F(StepLedgerTest, NegativeIdsAreRefused) {
   EXPECT_REASON(ledger_.CheckBegin(7, -1, 0), kInvalidField);
   EXPECT_REASON(ledger_.CheckBegin(7, 0, -1), kInvalidField);
   EXPECT_REASON(ledger_.Discard(7, -1, 0), kInvalidField);
-}
-
-TEST_F(StepLedgerTest, RepeatsReplayAndOthersConflict) {
-  Commit(0);
-  Stage(1);
-  for (const int64_t id : {0, 1}) {
-    EXPECT_EQ(MustBegin(id), BeginDecision::kReplay);
-    const absl::StatusOr<BeginDecision> conflict = Begin(ledger_, 7, id, 0, kSecond, false);
-    EXPECT_REASON(conflict, kMicroBatchConflict);
-    EXPECT_EQ(GetErrorMetadata(conflict.status()).at("expected").substr(0, 2), "01");
-    EXPECT_EQ(GetErrorMetadata(conflict.status()).at("actual").substr(0, 2), "02");
-    EXPECT_EQ(*Begin(ledger_, 7, id, 0, kSecond, true), BeginDecision::kPayloadDiffers);
-    EXPECT_EQ(Record(id).digest, kFirst);
-  }
-  EXPECT_EQ(Record(1).state, ContributionState::kStaged);
 }
 
 TEST_F(StepLedgerTest, FinishingWhatIsNotInProgressIsADefect) {
@@ -122,51 +78,6 @@ TEST_F(StepLedgerTest, FinishingWhatIsNotInProgressIsADefect) {
   EXPECT_REASON(ledger_.Abort(0), kInternal);
   EXPECT_REASON(ledger_.FinishCommit(0, Factor(1)), kInternal);
   EXPECT_REASON(ledger_.Close(7, StepState::kOpen), kInternal);
-}
-
-TEST_F(StepLedgerTest, TheLimitOfRecordsHoldsForNewOnesOnly) {
-  StepLedger ledger(7, 2);
-  EXPECT_EQ(*Begin(ledger, 7, 0, 0, kFirst, false), BeginDecision::kCompute);
-  EXPECT_OK(ledger.FinishCommitted(0, ContributionForm::kDirect, kCounts));
-  EXPECT_FALSE(*ledger.Discard(7, 1, 0));
-  const absl::StatusOr<BeginDecision> refused = Begin(ledger, 7, 2, 0, kFirst, false);
-  EXPECT_REASON(refused, kLimitExceeded);
-  EXPECT_EQ(GetErrorMetadata(refused.status()).at("maximum"), "2");
-  EXPECT_EQ(GetErrorMetadata(refused.status()).at("actual"), "3");
-  EXPECT_REASON(ledger.Discard(7, 2, 0), kLimitExceeded);
-  EXPECT_EQ(*Begin(ledger, 7, 0, 0, kFirst, false), BeginDecision::kReplay);
-}
-
-TEST_F(StepLedgerTest, CommitOfAStagedOne) {
-  Stage(4);
-  EXPECT_TRUE(*ledger_.CheckCommit(7, 4, 0, Factor(0.5)));
-  EXPECT_OK(ledger_.FinishCommit(4, Factor(0.5)));
-  EXPECT_EQ(Record(4).state, ContributionState::kCommitted);
-  EXPECT_EQ(Record(4).form, ContributionForm::kStaged);
-  EXPECT_EQ(Record(4).factor, Factor(0.5));
-  EXPECT_FALSE(*ledger_.CheckCommit(7, 4, 0, Factor(0.5)));
-  const absl::StatusOr<bool> conflict = ledger_.CheckCommit(7, 4, 0, Factor(0.25));
-  EXPECT_REASON(conflict, kMicroBatchConflict);
-  EXPECT_EQ(GetErrorMetadata(conflict.status()).at("expected"), "0.5");
-  EXPECT_EQ(GetErrorMetadata(conflict.status()).at("actual"), "0.25");
-}
-
-TEST_F(StepLedgerTest, CommitErrors) {
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kMicroBatchNotFound);
-  Stage(0);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 1, Factor(1)), kMicroBatchNotFound);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(std::nan(""))), kInvalidField);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(std::numeric_limits<double>::infinity())), kInvalidField);
-  EXPECT_TRUE(*ledger_.Discard(7, 0, 0));
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kMicroBatchDiscarded);
-}
-
-TEST_F(StepLedgerTest, ACommitOfALowerAttemptIsRefusedAsItsRepeatIs) {
-  EXPECT_FALSE(*ledger_.Discard(7, 0, 0));
-  EXPECT_EQ(MustBegin(0, kFirst, 2), BeginDecision::kCompute);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1)), kMicroBatchDiscarded);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 1, Factor(1)), kAttemptSuperseded);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 2, Factor(1)), kMicroBatchInProgress);
 }
 
 TEST_F(StepLedgerTest, DiscardLeavesATombstone) {
@@ -181,24 +92,6 @@ TEST_F(StepLedgerTest, DiscardLeavesATombstone) {
   EXPECT_FALSE(*ledger_.Discard(7, 9, 0));
   EXPECT_FALSE(Record(9).digest.has_value());
   EXPECT_REASON(ledger_.CheckBegin(7, 9, 0), kMicroBatchDiscarded);
-}
-
-TEST_F(StepLedgerTest, ACommittedOneCannotBeDiscarded) {
-  Commit(0);
-  EXPECT_REASON(ledger_.Discard(7, 0, 0), kMicroBatchConflict);
-  EXPECT_EQ(Record(0).state, ContributionState::kCommitted);
-}
-
-TEST_F(StepLedgerTest, AHigherAttemptPassesATombstone) {
-  EXPECT_FALSE(*ledger_.Discard(7, 0, 2));
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 1), kMicroBatchDiscarded);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, 2), kMicroBatchDiscarded);
-  EXPECT_EQ(MustBegin(0, kFirst, 3), BeginDecision::kCompute);
-  EXPECT_OK(ledger_.Abort(0));
-  // The tombstone has survived the failed attempt, and so has the fence that it set.
-  EXPECT_EQ(Record(0).state, ContributionState::kNone);
-  EXPECT_REASON(ledger_.CheckBegin(7, 0, Record(0).tombstone_attempt), kMicroBatchDiscarded);
-  EXPECT_OK(ledger_.CheckBegin(7, 0, 3));
 }
 
 TEST_F(StepLedgerTest, AnAnnouncedAttemptFencesLowerOnesOff) {
@@ -230,17 +123,6 @@ TEST_F(StepLedgerTest, AHigherAttemptIsLetThroughWhileALowerOneIsComputed) {
   EXPECT_OK(ledger_.CheckBegin(7, 0, 2));
   EXPECT_REASON(Begin(ledger_, 7, 0, 2, kFirst, false), kMicroBatchInProgress);
   EXPECT_REASON(ledger_.Supersede(7, 0, 2), kInternal);
-}
-
-TEST_F(StepLedgerTest, TokenFactorsArePartOfTheFactor) {
-  Stage(0);
-  const CommitFactor with_rows = {2.0, kFirst};
-  EXPECT_TRUE(*ledger_.CheckCommit(7, 0, 0, with_rows));
-  EXPECT_OK(ledger_.FinishCommit(0, with_rows));
-  EXPECT_FALSE(*ledger_.CheckCommit(7, 0, 0, with_rows));
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(2.0)), kMicroBatchConflict);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, CommitFactor({2.0, kSecond})), kMicroBatchConflict);
-  EXPECT_REASON(ledger_.CheckCommit(7, 0, 0, Factor(1e39)), kInvalidField);  // beyond fp32
 }
 
 TEST_F(StepLedgerTest, SealNeedsExactlyTheExpectedOnes) {
@@ -300,18 +182,6 @@ TEST_F(StepLedgerTest, HugeAndWrongExpectations) {
   EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{0, 0}), kInvalidField);
   EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{-5}), kInvalidField);
   EXPECT_EQ(ledger_.open().state, StepState::kOpen);
-}
-
-TEST_F(StepLedgerTest, ResetForgetsEverything) {
-  Commit(0);
-  EXPECT_TRUE(*ledger_.Seal(7, int64_t{1}));
-  EXPECT_OK(ledger_.Close(7, StepState::kApplied));
-  EXPECT_TRUE(Begin(ledger_, 8, 0, 0, kFirst, false).ok());
-  ledger_.Reset(3);
-  EXPECT_EQ(ledger_.open().step, 3);
-  EXPECT_TRUE(ledger_.open().micro_batches.empty());
-  EXPECT_FALSE(ledger_.last_closed().has_value());
-  EXPECT_OK(ledger_.Close(3, StepState::kDiscarded));
 }
 
 TEST(StepLedgerLimitTest, TheLastNumberIsNotPassed) {

@@ -76,16 +76,6 @@ class HeadComebackTest : public ::testing::Test {
     memory_.SetContents(path, bytes);
   }
   bool IsLive() const { return !store_->LiveHeads()->empty(); }
-  // Names of what there is of head `a`, whoever saved it.
-  std::vector<std::string> Checkpoints() const {
-    const absl::StatusOr<checkpoint::CheckpointStore::Catalogue> all = store_->ListNewestFirst("default", "a");
-    EXPECT_OK(all);
-    std::vector<std::string> names;
-    if (!all.ok()) return names;
-    for (const checkpoint::CheckpointInfo& info : all->newest_first) names.push_back(info.name);
-    std::sort(names.begin(), names.end());
-    return names;
-  }
 
   absl::Time now_ = absl::UnixEpoch();
   FakeEngine engine_;
@@ -274,47 +264,6 @@ TEST_F(HeadComebackTest, DirectoriesThatAreNoHeadsAreReported) {
 
 // ---- new heads under the names of former ones that did not come back -------------------------------------------------
 
-TEST_F(HeadComebackTest, ANewHeadRemovesNothingOfAFormerOne) {
-  Start({}, 3);
-  std::shared_ptr<Head> head = NewHead();
-  for (const char* name : {"step-800", "step-900", "step-1000"}) Save(head, name);
-  Start({}, 3);  // without restoring
-  head = NewHead();
-  for (const char* name : {"step-1", "step-2", "step-3"}) Save(head, name);
-  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1", "step-1000", "step-2", "step-3", "step-800", "step-900"}));
-  Save(head, "step-4");
-  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1000", "step-2", "step-3", "step-4", "step-800", "step-900"}));
-  const std::vector<HeadRegistry::Comeback> comebacks = Restart({}, 3);
-  ASSERT_EQ(comebacks.size(), 1u);
-  EXPECT_EQ(comebacks[0].checkpoint, "step-4");
-  // What has come back goes on with its own.
-  head = *registry_->Find(kName);
-  EXPECT_OK(head->Take(std::nullopt));
-  Save(head, "step-5");
-  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1000", "step-3", "step-4", "step-5", "step-800", "step-900"}));
-}
-
-TEST_F(HeadComebackTest, AHeadThatHadNoRoomToBeRestoredMakesRoomForANewOne) {
-  Save(NewHead(), "old");
-  const absl::Status no_memory = MakeError(ErrorReason::kMemoryBudgetExceeded, "no memory");
-  engine_.control().FailNext("CreateHead", no_memory);
-  EXPECT_EQ(Restart()[0].checkpoint, "");
-  // A creation that is refused takes nothing from it.
-  engine_.control().FailNext("CreateHead", no_memory);
-  EXPECT_REASON(registry_->Create(kName, SmallSpec(), IfExists::kFail, store_.get()), kMemoryBudgetExceeded);
-  EXPECT_TRUE(IsLive());
-  EXPECT_EQ(Restart()[0].checkpoint, "old");
-  // Nor does one that attaches to it.
-  EXPECT_OK(registry_->Create(kName, SmallSpec(), IfExists::kAttachIfSameSpec, store_.get()));
-  EXPECT_TRUE(IsLive());
-  Restart({.max_heads = 0});
-  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
-  Start();
-  Save(NewHead(), "new");
-  EXPECT_EQ(Restart()[0].checkpoint, "new");
-  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"new", "old"}));
-}
-
 TEST_F(HeadComebackTest, NoHeadIsMadeWhereAFormerOneCannotBeForgotten) {
   Save(NewHead(), "old");
   Start();  // without restoring
@@ -326,74 +275,6 @@ TEST_F(HeadComebackTest, NoHeadIsMadeWhereAFormerOneCannotBeForgotten) {
   EXPECT_TRUE(IsLive());
   EXPECT_OK(registry_->Create(kName, SmallSpec(), IfExists::kFail, store_.get()));
   EXPECT_FALSE(IsLive());
-}
-
-TEST_F(HeadComebackTest, ANewHeadContinuesTheRunThatItIsRestoredFrom) {
-  Start({}, 2);
-  std::shared_ptr<Head> head = NewHead();
-  for (const char* name : {"step-1", "step-2"}) Save(head, name);
-  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
-  Save(NewHead(), "step-3");  // of another run
-  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
-  head = NewHead();
-  EXPECT_OK(head->Restore(head->Describe().epoch, *store_, "step-2"));
-  // That is what it comes back from before it is saved.
-  EXPECT_EQ(Restart({}, 2)[0].checkpoint, "step-2");
-  head = *registry_->Find(kName);
-  EXPECT_OK(head->Take(std::nullopt));
-  Save(head, "step-4");
-  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-2", "step-3", "step-4"}));
-  EXPECT_EQ(Restart({}, 2)[0].checkpoint, "step-4");
-  // One that has a run keeps it, whatever it is restored from.
-  head = *registry_->Find(kName);
-  EXPECT_OK(head->Restore(head->Describe().epoch, *store_, "step-3"));
-  Save(head, "step-5");
-  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-3", "step-4", "step-5"}));
-}
-
-TEST_F(HeadComebackTest, ARestoredHeadWhoseRunCannotBeRecordedStartsAnother) {
-  Save(NewHead(), "step-1");
-  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
-  const std::shared_ptr<Head> head = NewHead();
-  files_.Reset();
-  files_.FailAt(0, MakeError(ErrorReason::kDiskFull, "no space left"));
-  EXPECT_OK(head->Restore(head->Describe().epoch, *store_, "step-1"));
-  files_.Reset();
-  EXPECT_FALSE(IsLive());
-  Save(head, "step-2");
-  EXPECT_EQ(store_->Read("default", "a", "step-1")->first_sequence, 1);
-  EXPECT_EQ(store_->Read("default", "a", "step-2")->first_sequence, 2);
-}
-
-// ---- a full disk -----------------------------------------------------------------------------------------------------
-
-TEST_F(HeadComebackTest, FewerCheckpointsToKeepMakeRoomOnAFullDisk) {
-  std::shared_ptr<Head> head = NewHead();
-  for (const char* name : {"step-1", "step-2", "step-3", "step-4"}) Save(head, name);
-  memory_.set_capacity_bytes(memory_.stored_bytes());
-  for (const int64_t keep : {0, 4, 5}) {
-    Restart({}, keep);
-    head = *registry_->Find(kName);
-    EXPECT_OK(head->Take(std::nullopt));
-    EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "step-5", false), kDiskFull) << keep;
-    EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-1", "step-2", "step-3", "step-4"})) << keep;
-  }
-  Restart({}, 3);
-  head = *registry_->Find(kName);
-  EXPECT_OK(head->Take(std::nullopt));
-  Save(head, "step-5");
-  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-3", "step-4", "step-5"}));
-}
-
-TEST_F(HeadComebackTest, AsManyAsAreKeptStayIfTheNextOneFails) {
-  Start({}, 2);
-  const std::shared_ptr<Head> head = NewHead();
-  for (const char* name : {"step-1", "step-2", "step-3"}) Save(head, name);
-  memory_.set_capacity_bytes(memory_.stored_bytes());
-  EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "step-4", false), kDiskFull);
-  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-2", "step-3"}));
-  EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "step-2", /*overwrite=*/true), kDiskFull);
-  EXPECT_EQ(Checkpoints(), (std::vector<std::string>{"step-2", "step-3"}));
 }
 
 // ---- deleting --------------------------------------------------------------------------------------------------------
@@ -412,17 +293,6 @@ TEST_F(HeadComebackTest, AMissingHeadIsDeletedFromTheStore) {
   EXPECT_FALSE(IsLive());
   EXPECT_REASON(registry_->Delete(kName, std::nullopt, false, store_.get()), kHeadNotFound);
   EXPECT_EQ(registry_->size(), 0);
-}
-
-TEST_F(HeadComebackTest, ADeletionThatTheStoreFailsIsReportedAndRetried) {
-  Save(NewHead(), "x");
-  files_.Reset();
-  files_.FailAt(0, MakeError(ErrorReason::kInternal, "the disk is gone"));
-  EXPECT_REASON(registry_->Delete(kName, std::nullopt, false, store_.get()), kInternal);
-  EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
-  EXPECT_EQ(registry_->size(), 0);
-  EXPECT_OK(registry_->Delete(kName, std::nullopt, false, store_.get()));
-  EXPECT_TRUE(Restart().empty());
 }
 
 TEST_F(HeadComebackTest, DeletingBreaksWhatKeepsTheHeadAlive) {
@@ -519,17 +389,6 @@ TEST_F(HeadComebackTest, IdleHeadsAreSavedFirstIfAsked) {
   EXPECT_EQ(ReadWeight(*again), weight);
   EXPECT_EQ(store_->Read("default", "a", "idle-1")->sequence, 2);
   EXPECT_OK(store_->Read("default", "teacher", "idle-0"));
-}
-
-TEST_F(HeadComebackTest, AHeadThatCannotBeSavedStays) {
-  const std::shared_ptr<Head> head = NewHead();
-  now_ += absl::Hours(1);
-  EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), nullptr, true).empty());
-  memory_.set_capacity_bytes(1);
-  EXPECT_TRUE(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).empty());
-  EXPECT_FALSE(head->InUse());
-  memory_.set_capacity_bytes(INT64_MAX);
-  EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).size(), 1u);
 }
 
 TEST_F(HeadComebackTest, HeadsThatHaveChangedAreSaved) {
@@ -661,17 +520,6 @@ TEST_F(HeadComebackTest, AHeadsMemoryIsFreeBeforeItsNameIs) {
   });
   EXPECT_OK(registry_->Delete(kName, std::nullopt, true, store_.get()));
   EXPECT_TRUE(has_looked);
-}
-
-TEST_F(HeadComebackTest, HeadsWithNothingToSaveExpireWithout) {
-  EXPECT_OK(registry_->Create({"default", "loading"}, SmallSpec()));
-  Save(NewHead(), "x");
-  Restart();
-  EXPECT_EQ((*registry_->Find(kName))->Describe().state, HeadState::kRestored);
-  EXPECT_OK(registry_->Create({"default", "loading"}, SmallSpec()));
-  now_ += absl::Hours(1);
-  EXPECT_EQ(registry_->ExpireIdle(absl::Hours(1), store_.get(), true).size(), 2u);
-  EXPECT_EQ(store_->ListNewestFirst("default", "a")->newest_first.size(), 1u);
 }
 
 TEST_F(HeadComebackTest, AHeadThatIsUsedOrChangesWhileItIsSavedStays) {

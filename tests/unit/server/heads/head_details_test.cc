@@ -129,22 +129,6 @@ TEST(HeadDetailsTest, OverridesOfSgdReachTheEngineOneByOne) {
   EXPECT_EQ(apply(With(&ApplyArguments::weight_decay, 1.0)).momentum, 0.5);
 }
 
-TEST(HeadDetailsTest, ALostHeadNeedsAllItsTensorsAgain) {
-  FakeEngine engine;
-  const std::shared_ptr<Head> head = MakeReadyHead(engine, WithBias());
-  ASSERT_EQ(head->Describe().state, HeadState::kReady);
-  engine.control().FailNext("ZeroGradient", kEngineError);
-  EXPECT_REASON(head->DiscardGradient(KeyOf(*head)), kEngineFailed);
-  const std::vector<float> bias(5, 1.0f), weight(15, 1.0f);
-  EXPECT_OK(head->SetTensor(head->Describe().epoch, HeadTensor::kBias, DataType::kFloat32, bias.data(), 20));
-  EXPECT_EQ(head->Describe().state, HeadState::kLoading);
-  const absl::Status refused = head->ReadWeights(HeadTensor::kBias, 0, 5, std::vector<float>(5).data(), std::nullopt);
-  EXPECT_REASON(refused, kWeightsNotLoaded);
-  EXPECT_EQ(GetErrorMetadata(refused).at("missing"), "weight");
-  EXPECT_OK(head->SetTensor(head->Describe().epoch, HeadTensor::kWeight, DataType::kFloat32, weight.data(), 60));
-  EXPECT_EQ(head->Describe().state, HeadState::kReady);
-}
-
 // Half of the new weights, that wait for the other half.
 std::weak_ptr<const void> ReplaceWeightAlone(Head& head) {
   EXPECT_OK(head.Seal(KeyOf(head), int64_t{0}, {}));
@@ -226,29 +210,6 @@ TEST(HeadDetailsTest, EveryComputationOfAMicroBatchWaitsForItsSender) {
   EXPECT_EQ(engine.awaited, (std::vector<const DeviceEvent*>{&event, &event}));
 }
 
-TEST(HeadDetailsTest, WhatIsComputedAgainWritesOutputsOnce) {
-  for (const bool held : {false, true}) {
-    RecordingEngine engine;
-    const std::shared_ptr<Head> head = MakeReadyHead(engine, SpecWith(&HeadSpec::staging_slots, 0));
-    float values[4];
-    int32_t argmax;
-    MicroBatchCall call(head, 0, 0, kRowOfToken2);
-    call.submission().hold = [] { return std::make_shared<const int>(0); };
-    LossTerm& term = call.term().term;
-    term.token_loss = values;
-    term.lse = values + 1;
-    term.target_log_probability = values + 2;
-    term.entropy = values + 3;
-    term.argmax = &argmax;
-    held ? call.Explicit() : call.Refuse();
-    EXPECT_OK(call.Run(engine));
-    if (held) {
-      EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 0, 0, 1));
-    }
-    EXPECT_EQ(engine.outputs, (std::vector<int>{5, 0})) << held;
-  }
-}
-
 TEST(HeadDetailsTest, WhatIsHeldForgetsTermsThatAddNothing) {
   RecordingEngine engine;
   const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
@@ -316,16 +277,6 @@ TEST_F(SharedMicroBatchTest, GoesWithEitherHead) {
   ASSERT_EQ(StateOf(*second_, 0), ContributionState::kStaged);
   first_.reset();
   EXPECT_EQ(StateOf(*second_, 0), ContributionState::kDiscarded);
-}
-
-TEST_F(SharedMicroBatchTest, IsCountedOnceWhenItsSessionEnds) {
-  const SessionId session{7};
-  Stage(0, session);
-  Stage(1, session);
-  EXPECT_EQ(first_->DropSession(SessionId{8}), 0);
-  EXPECT_EQ(first_->DropSession(session), 2);
-  EXPECT_EQ(second_->DropSession(session), 0);
-  EXPECT_EQ(StateOf(*second_, 1), ContributionState::kDiscarded);
 }
 
 TEST(HeadDetailsTest, RowsOfAnAddedGradientMustBeTheHeads) {

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -62,13 +61,6 @@ class HeadEntryTest : public ::testing::Test {
     });
     gate_.AwaitStopped();
     return setter;
-  }
-  // A micro-batch that hangs in the engine until the gate opens.
-  std::thread BeginComputation() {
-    engine_.control().during_compute = [this] { gate_.Stop(); };
-    std::thread computes([this] { EXPECT_OK(MicroBatchCall(head_, 0, 100, kRowOfToken2).Run(engine_)); });
-    gate_.AwaitStopped();
-    return computes;
   }
   static WaitLimits For(absl::Duration time) { return {MonotonicNow() + time}; }
 
@@ -190,22 +182,6 @@ TEST_F(HeadEntryTest, AHeadThatIsSavedMeanwhileIsNotSavedAgain) {
   waits.join();
 }
 
-TEST_F(HeadEntryTest, ACallThatIsGivenUpBehindAComputationChangesNothing) {
-  Stage(0);
-  std::atomic<bool> is_given_up = false;
-  std::thread computes = BeginComputation();
-  std::thread commits = RunUntilItSleeps([&] {
-    scheduler::ThreadWaiter waiter([&] { return is_given_up.load(); });
-    EXPECT_REASON(Commit(0, {absl::InfiniteFuture(), &waiter}), kCancelled);
-  });
-  EXPECT_REASON(Discard(targets_, 0, 0, std::nullopt, For(absl::Milliseconds(1))), kDeadlineExceeded);
-  is_given_up = true;
-  gate_.Open();
-  for (std::thread* thread : {&computes, &commits}) thread->join();
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kStaged);
-  EXPECT_TRUE(*Commit(0));
-}
-
 TEST_F(HeadEntryTest, EveryCallThatWaitsForADeletedHeadIsToldAtOnce) {
   Stage(0);
   std::thread setter = BeginSet();
@@ -229,31 +205,6 @@ TEST_F(HeadEntryTest, EveryCallThatWaitsForADeletedHeadIsToldAtOnce) {
 }
 
 // ---- sessions --------------------------------------------------------------------------------------------------------
-
-TEST_F(HeadEntryTest, TheEndOfASessionWaitsForNobody) {
-  const SessionId session{1}, other{2};
-  Stage(0, session);
-  Stage(1, other);
-  std::thread setter = BeginSet();
-  EXPECT_EQ(head_->DropSession(session), 1);
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kDiscarded);
-  EXPECT_EQ(StateOf(*head_, 1), ContributionState::kStaged);
-  EXPECT_REASON(Commit(0, AsLongAsItTakes(), session), kMicroBatchDiscarded);
-  EXPECT_EQ(head_->DropSession(session), 0);
-  gate_.Open();
-  setter.join();
-}
-
-TEST_F(HeadEntryTest, ACommitThatWaitsFindsThatItsSessionHasEnded) {
-  const SessionId session{1};
-  Stage(0, session);
-  std::thread computes = BeginComputation();
-  std::thread commits = RunUntilItSleeps([&] { EXPECT_REASON(Commit(0, AsLongAsItTakes(), session), kMicroBatchDiscarded); });
-  EXPECT_EQ(head_->DropSession(session), 1);
-  gate_.Open();
-  computes.join();
-  commits.join();
-}
 
 TEST_F(HeadEntryTest, TheEndOfASessionLeavesWhatIsBeingCommittedAlone) {
   const SessionId session{1};
@@ -280,16 +231,6 @@ TEST_F(HeadEntryTest, TheEndOfASessionLeavesWhatIsBeingCommittedAlone) {
       EXPECT_EQ(head_->DropSession(session), 0);
     }
   }
-}
-
-// ---- steps -----------------------------------------------------------------------------------------------------------
-
-TEST_F(HeadEntryTest, ASealOfASealedStepWaitsForNothing) {
-  EXPECT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_));
-  EXPECT_OK(head_->Seal(key_, int64_t{1}));
-  const WaitLimits wait = For(absl::Minutes(10));
-  EXPECT_REASON(head_->Seal(key_, int64_t{2}, wait), kMicroBatchMissing);
-  EXPECT_LT(MonotonicNow(), wait.deadline - absl::Minutes(5));
 }
 
 }  // namespace

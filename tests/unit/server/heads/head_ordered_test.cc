@@ -153,22 +153,6 @@ TEST_P(HeadOrderedTest, WithoutTheModeItShows) {
   EXPECT_NE(ReadGradWeight(*forwards), ReadGradWeight(*backwards));
 }
 
-TEST_P(HeadOrderedTest, AnswersDoNotDependOnTheOrderEither) {
-  const std::shared_ptr<Head> first = NewHead(), last = NewHead();
-  MicroBatchCall& at_once = Call(first, 0);
-  const auto came_first = at_once.Run(*engine_);
-  for (int64_t id = 1; id < 4; ++id) ASSERT_OK(Submit(last, id));
-  MicroBatchCall& late = Call(last, 0);
-  const auto came_last = late.Run(*engine_);
-  ASSERT_OK(came_first);
-  ASSERT_OK(came_last);
-  EXPECT_EQ(at_once.grad_hidden(), late.grad_hidden());
-  EXPECT_EQ(came_first->terms[0].loss_sum, came_last->terms[0].loss_sum);
-  MicroBatchCall& again = Call(last, 0);
-  EXPECT_TRUE(again.Run(*engine_)->replayed);
-  EXPECT_EQ(again.grad_hidden(), late.grad_hidden());
-}
-
 TEST_P(HeadOrderedTest, AnyNumberOfTrainersGivesTheSameBits) {
   const std::vector<float> expected = Reference();
   for (const int64_t trainers : {1, 2, 5}) {
@@ -179,27 +163,6 @@ TEST_P(HeadOrderedTest, AnyNumberOfTrainersGivesTheSameBits) {
     ASSERT_OK(head->Seal(KeyOf(*head), kMicroBatches));
     EXPECT_EQ(ReadGradWeight(*head), expected) << trainers;
   }
-}
-
-TEST_P(HeadOrderedTest, RetriesAndRepeatsDoNotShow) {
-  const std::vector<float> expected = Reference();
-  const std::shared_ptr<Head> head = NewHead();
-  for (const int64_t id : {4, 1, 3}) Add(head, id);
-  // A lost attempt of what is undecided; a repeat of what waits; another payload for it.
-  ASSERT_OK(Call(head, 2, 0).Explicit().Run(*engine_));
-  EXPECT_TRUE(Call(head, 4).Run(*engine_)->replayed);
-  EXPECT_REASON(MicroBatchCall(head, 0, 4, RandomPayload(99)).Run(*engine_), kMicroBatchConflict);
-  MicroBatchCall& again = Call(head, 2, 1).Explicit();
-  ASSERT_OK(Announce(again.submission()));
-  ASSERT_OK(again.Run(*engine_));
-  EXPECT_REASON(CommitTo(head, KeyOf(*head), 2, 0, 0.3), kAttemptSuperseded);
-  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 2, 1, 0.3));
-  EXPECT_FALSE(*CommitTo(head, KeyOf(*head), 2, 1, 0.3));
-  EXPECT_REASON(DiscardFrom(head, KeyOf(*head), 2, 1), kMicroBatchConflict);
-  Add(head, 0);
-  EXPECT_TRUE(Call(head, 0).Run(*engine_)->replayed);
-  Add(head, 5);
-  EXPECT_EQ(ReadGradWeight(*head), expected);
 }
 
 TEST_P(HeadOrderedTest, ARestoredServerReplaysToTheSameBits) {
@@ -248,29 +211,6 @@ TEST_P(HeadOrderedTest, ACheckpointOfOtherSumsIsRefusedHereAndNotedElsewhere) {
 }
 
 // ---- gaps ------------------------------------------------------------------------------------------------------------
-
-TEST_P(HeadOrderedTest, WhatWaitsIsCommittedAndASealAddsIt) {
-  const std::shared_ptr<Head> plain = NewHead();
-  for (const int64_t id : {2, 5, 9}) ASSERT_OK(Submit(plain, id));
-  const std::shared_ptr<Head> head = NewHead();
-  for (const int64_t id : {9, 2, 5}) ASSERT_OK(Submit(head, id));
-  EXPECT_EQ(Waiting(*head), 3);
-  EXPECT_EQ(head->GetSteps(head->Describe().epoch)->first.micro_batches.at(9).state, ContributionState::kCommitted);
-  // Its gradient is not what has been committed yet.
-  std::vector<float> element(1);
-  EXPECT_REASON(head->ReadGradient(KeyOf(*head), HeadTensor::kGradWeight, 0, 1, element.data()), kStepNotSealed);
-  EXPECT_REASON(head->GradientNorm(KeyOf(*head)), kStepNotSealed);
-  EXPECT_REASON(head->Seal(KeyOf(*head), int64_t{3}), kMicroBatchMissing);
-  EXPECT_EQ(Waiting(*head), 3);
-  ASSERT_OK_AND_ASSIGN(const auto sealed, head->Seal(KeyOf(*head), std::vector<int64_t>{2, 5, 9}));
-  EXPECT_FALSE(sealed.replayed);
-  EXPECT_EQ(sealed.totals.micro_batch_count, 3);
-  EXPECT_EQ(Waiting(*head), 0);
-  ASSERT_OK(plain->Seal(KeyOf(*plain), std::vector<int64_t>{2, 5, 9}));
-  EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
-  EXPECT_EQ(sealed.stats.norm_squared, plain->GradientNorm(KeyOf(*plain))->norm_squared);
-  EXPECT_TRUE(head->Seal(KeyOf(*head), std::vector<int64_t>{2, 5, 9})->replayed);
-}
 
 TEST_P(HeadOrderedTest, ApplySealsAndAddsWhatWaits) {
   const std::shared_ptr<Head> plain = NewHead(), head = NewHead();
@@ -374,50 +314,6 @@ TEST_P(HeadOrderedTest, EveryContributionIsHeldUntilItIsAdded) {
   ASSERT_OK(Submit(head, 0));
   EXPECT_EQ(Waiting(*head), 0);
   EXPECT_TRUE(kept.expired());
-}
-
-TEST_P(HeadOrderedTest, ADiscardClosesTheGapUntilItIsPassed) {
-  const std::shared_ptr<Head> head = NewHead();
-  ASSERT_OK(Call(head, 0).Explicit().Run(*engine_));
-  ASSERT_OK(Submit(head, 2));
-  EXPECT_EQ(Waiting(*head), 1);
-  EXPECT_TRUE(*DiscardFrom(head, KeyOf(*head), 0, 0));
-  EXPECT_EQ(Waiting(*head), 1);  // 1 is missing
-  // A higher attempt may come back as long as nothing behind it is in.
-  ASSERT_OK(Submit(head, 0, 1));
-  EXPECT_FALSE(*DiscardFrom(head, KeyOf(*head), 1, 0));  // never seen: a tombstone
-  EXPECT_EQ(Waiting(*head), 0);
-  EXPECT_REASON(Submit(head, 1, 0), kMicroBatchDiscarded);
-  const absl::Status passed = Submit(head, 1, 1).status();
-  EXPECT_REASON(passed, kOrderPassed);
-  const std::shared_ptr<Head> plain = NewHead();
-  for (const int64_t id : {0, 2}) ASSERT_OK(Submit(plain, id));
-  ASSERT_OK(plain->Seal(KeyOf(*plain), std::vector<int64_t>{0, 2}));
-  EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
-}
-
-TEST_P(HeadOrderedTest, WhatWasDiscardedInOneStepIsMissingInTheNext) {
-  const std::shared_ptr<Head> head = NewHead();
-  EXPECT_FALSE(*DiscardFrom(head, KeyOf(*head), 0, 0));
-  ASSERT_OK(head->DiscardGradient(KeyOf(*head)));
-  ASSERT_OK(Submit(head, 1));
-  EXPECT_EQ(Waiting(*head), 1);
-}
-
-TEST_P(HeadOrderedTest, ASessionsEndLeavesTheGapOpen) {
-  const std::vector<float> expected = Reference();
-  const std::shared_ptr<Head> head = NewHead();
-  MicroBatchCall& lost = Call(head, 2).Explicit();
-  lost.submission().session = SessionId{1};
-  ASSERT_OK(lost.Run(*engine_));
-  for (const int64_t id : {0, 1, 4, 3}) Add(head, id);
-  EXPECT_EQ(head->DropSession(SessionId{1}), 1);
-  EXPECT_EQ(Waiting(*head), 2);
-  // The trainer comes back.
-  ASSERT_OK(Call(head, 2, 1).Explicit().Run(*engine_));
-  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 2, 1, 0.3));
-  Add(head, 5);
-  EXPECT_EQ(ReadGradWeight(*head), expected);
 }
 
 // ---- limits ----------------------------------------------------------------------------------------------------------
@@ -528,28 +424,6 @@ TEST_P(HeadOrderedTest, AMicroBatchWithoutMissingPredecessorsHasItsTurn) {
 
 // ---- several heads, teachers, failures -------------------------------------------------------------------------------
 
-TEST_P(HeadOrderedTest, EachHeadOfAMicroBatchHasItsOwnOrder) {
-  const auto both = [&](const std::shared_ptr<Head>& a, const std::shared_ptr<Head>& b, int64_t id) {
-    MicroBatchCall& call = Call(a, id);
-    SubmittedTerm second = call.term();
-    second.head = b;
-    second.head_epoch = b->Describe().epoch;
-    call.submission().terms.push_back(second);
-    ASSERT_OK(call.Run(*engine_));
-  };
-  const std::shared_ptr<Head> a = NewHead(), b = NewHead(Deterministic(), "other");
-  both(a, b, 1);
-  ASSERT_OK(Submit(b, 0));
-  EXPECT_EQ(Waiting(*a), 1);
-  EXPECT_EQ(Waiting(*b), 0);
-  ASSERT_OK(Submit(a, 0));
-  EXPECT_EQ(Waiting(*a), 0);
-  EXPECT_EQ(ReadGradWeight(*a), ReadGradWeight(*b));
-  const std::shared_ptr<Head> alone = NewHead();
-  for (int64_t id = 0; id < 2; ++id) ASSERT_OK(Submit(alone, id));
-  EXPECT_EQ(ReadGradWeight(*a), ReadGradWeight(*alone));
-}
-
 TEST_P(HeadOrderedTest, ATeacherThatChangesMeanwhileLosesTheStep) {
   const std::shared_ptr<Head> head = NewHead(), teacher = NewHead(Deterministic(), "teacher");
   MicroBatchCall& call = Call(head, 1);
@@ -561,21 +435,6 @@ TEST_P(HeadOrderedTest, ATeacherThatChangesMeanwhileLosesTheStep) {
   EXPECT_REASON(Submit(head, 0), kEngineFailed);
   EXPECT_EQ(head->Describe().state, HeadState::kLost);
   EXPECT_EQ(Waiting(*head), 0);
-}
-
-TEST_P(HeadOrderedTest, ATeacherThatGoesMeanwhileLosesTheStep) {
-  const std::shared_ptr<Head> head = NewHead();
-  {
-    const std::shared_ptr<Head> teacher = NewHead(Deterministic(), "teacher");
-    MicroBatchCall call(head, 0, 1, RandomPayload(1));
-    call.submission().hold = [] { return std::make_shared<const int>(0); };
-    call.term().teacher_head = teacher;
-    call.term().term.loss = JsdSpec();
-    call.term().term.teacher_hidden = call.submission().hidden;
-    ASSERT_OK(call.Run(*engine_));
-  }
-  EXPECT_REASON(Submit(head, 0), kEngineFailed);
-  EXPECT_EQ(head->Describe().state, HeadState::kLost);
 }
 
 TEST_P(HeadOrderedTest, OnlyItsOwnTeachersMatterToAHead) {
@@ -607,18 +466,6 @@ TEST_P(HeadOrderedTest, ADecisionTellsThatTheAdditionLostTheHead) {
     act_fails = false;
     EXPECT_EQ(head->Describe().state, HeadState::kLost);
   }
-}
-
-TEST_P(HeadOrderedTest, AShardThatIsNotReadyDelaysTheAddition) {
-  const std::shared_ptr<Head> head = NewHead(), plain = NewHead();
-  for (int64_t id = 0; id < 2; ++id) ASSERT_OK(Submit(plain, id));
-  ASSERT_OK(Submit(head, 1));
-  Delay(head, 0);
-  EXPECT_EQ(Waiting(*head), 2);
-  EXPECT_REASON(head->Seal(KeyOf(*head), int64_t{2}), kShardNotReady);
-  prepare_fails = false;
-  ASSERT_OK(head->Seal(KeyOf(*head), int64_t{2}));
-  EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
 }
 
 TEST_P(HeadOrderedTest, ATrainersOwnPartAddsWhatWasDelayedFirst) {
@@ -659,32 +506,6 @@ TEST_P(HeadOrderedTest, ASubmissionAddsWhatWasDelayedEvenIfTheWindowIsFull) {
   EXPECT_EQ(waiting, 0);
   EXPECT_EQ(Waiting(*head), 0);
   EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
-}
-
-TEST_P(HeadOrderedTest, ACommitThatCouldNotBeAddedIsRefusedAtOnce) {
-  const std::shared_ptr<Head> head = NewHead();
-  MicroBatchCall& call = Call(head, 0).Explicit();
-  call.submission().terms[0].term.loss_scale = 1e30;
-  ASSERT_OK(call.Run(*engine_));
-  const absl::Status refused = CommitTo(head, KeyOf(*head), 0, 0, 1e30).status();
-  EXPECT_REASON(refused, kInvalidField);
-  EXPECT_EQ(GetErrorMetadata(refused).at("field"), "factor");
-  EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 0, 0, 1e-30));
-  ASSERT_OK(head->Seal(KeyOf(*head), int64_t{1}));
-}
-
-TEST_P(HeadOrderedTest, AnEngineThatFailsInAnAdditionLosesTheHead) {
-  const std::shared_ptr<Head> head = NewHead();
-  ASSERT_OK(Submit(head, 1));
-  MicroBatchCall& first = Call(head, 0);
-  first.submission().hold = [] {
-    act_fails = true;
-    return std::make_shared<const int>(0);
-  };
-  EXPECT_REASON(first.Run(*engine_), kEngineFailed);
-  act_fails = false;
-  EXPECT_EQ(head->Describe().state, HeadState::kLost);
-  EXPECT_REASON(Submit(head, 2), kStepLost);
 }
 
 // One library rounds what the other does not.

@@ -20,7 +20,6 @@ class HeadTest : public ::testing::Test {
   absl::StatusOr<SubmissionOutcome> Stage(int64_t micro_batch, const Payload& payload) {
     return MicroBatchCall(head_, KeyOf(*head_).step, micro_batch, payload).Explicit().Run(engine_);
   }
-  int64_t OpenStep() { return *head_->Describe().open_step; }
 
   FakeEngine engine_;
   std::shared_ptr<Head> head_ = MakeReadyHead(engine_, SmallSpec());
@@ -48,22 +47,6 @@ TEST_F(HeadTest, GradHiddenIsScaled) {
   EXPECT_EQ(call.grad_hidden(), (std::vector<float>{0.5, 1, 1.5}));
 }
 
-TEST_F(HeadTest, ExplicitIsStagedUntilItsCommit) {
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, Stage(0, kRowOfToken2));
-  EXPECT_EQ(outcome.state, ContributionState::kStaged);
-  EXPECT_EQ(outcome.form, ContributionForm::kStaged);
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 0, 0.5));
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {0.5, 1, 1.5}));
-  EXPECT_FALSE(*CommitTo(head_, KeyOf(*head_), 0, 0, 0.5));
-  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kMicroBatchConflict);
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {0.5, 1, 1.5}));
-  // The same rows again are a replay of a committed one.
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome replay, Stage(0, kRowOfToken2));
-  EXPECT_TRUE(replay.replayed);
-  EXPECT_EQ(replay.state, ContributionState::kCommitted);
-}
-
 TEST_F(HeadTest, AHigherAttemptTakesTheStagedOnesPlace) {
   head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 1));
   ASSERT_OK(Stage(0, kRowOfToken2));
@@ -73,32 +56,6 @@ TEST_F(HeadTest, AHigherAttemptTakesTheStagedOnesPlace) {
   EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kAttemptSuperseded);
   EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 1, 1));
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-5, 0, 7}));
-}
-
-TEST_F(HeadTest, AHeadWithoutSlotsRefusesEarly) {
-  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 0));
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  EXPECT_REASON(CheckSubmission(call.Explicit().submission()), kStagingFull);
-  EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Refuse().Run(engine_), kStagingFull);
-  EXPECT_OK(Submit(0, kRowOfToken2));
-}
-
-TEST_F(HeadTest, RefuseStagesChecksAndCommits) {
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, MicroBatchCall(head_, 0, 0, kRowOfToken2).Refuse().Run(engine_));
-  EXPECT_EQ(outcome.state, ContributionState::kCommitted);
-  EXPECT_EQ(outcome.form, ContributionForm::kStaged);
-  const std::vector<float> before = ReadGradWeight(*head_);
-  EXPECT_EQ(before, Gradient(2, {1, 2, 3}));
-  const Payload bad = {{1, std::nanf(""), 3}, {1}};
-  EXPECT_REASON(MicroBatchCall(head_, 0, 1, bad).Refuse().Run(engine_), kNonFiniteValues);
-  EXPECT_REASON(MicroBatchCall(head_, 0, 1, bad).Refuse().Explicit().Run(engine_), kNonFiniteValues);
-  EXPECT_REASON(MicroBatchCall(head_, 0, 1, bad).ForwardOnly().Refuse().Run(engine_), kNonFiniteValues);
-  EXPECT_EQ(ReadGradWeight(*head_), before);
-  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.size(), 1u);
-  // REPORT passes it through and counts.
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome reported, Submit(1, bad));
-  EXPECT_EQ(reported.terms[0].non_finite_row_count, 1);
-  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.Totals().non_finite_row_count, 1);
 }
 
 TEST_F(HeadTest, StaleEpochsAndOtherStepsAreRefused) {
@@ -128,23 +85,6 @@ TEST_F(HeadTest, WeightVersionsAreCheckedAndReported) {
   EXPECT_OK(call.Run(engine_));
 }
 
-TEST_F(HeadTest, TwoTermsOverOneHeadAreOneContribution) {
-  MicroBatchCall call(head_, 0, 0, {{1, 2, 3, 4, 5, 6}, {2, 4}});
-  SubmittedTerm& first = call.term();
-  first.term.row_count = 1;
-  first.term.targets = first.term.targets.subspan(0, 1);
-  SubmittedTerm second = first;
-  second.term.row_start = 1;
-  const int32_t target = 4;
-  second.term.targets = absl::Span<const int32_t>(&target, 1);
-  call.submission().terms.push_back(second);
-  ASSERT_OK(call.Run(engine_));
-  std::vector<float> expected = Gradient(2, {1, 2, 3});
-  std::copy_n(std::vector<float>{4, 5, 6}.begin(), 3, expected.begin() + 12);
-  EXPECT_EQ(ReadGradWeight(*head_), expected);
-  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.Totals(), (StepTotals{1, 2, 5.0, 2.0, 0}));
-}
-
 TEST_F(HeadTest, FrozenHeadsHaveNoSteps) {
   head_ = MakeReadyHead(engine_, FrozenSpec(), "frozen");
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
@@ -165,23 +105,6 @@ TEST_F(HeadTest, FrozenHeadsHaveNoSteps) {
 }
 
 // ---- while another call computes -------------------------------------------------------------------------------------
-
-TEST_F(HeadTest, WhileOneComputesADuplicateIsRefusedAndTheHeadIsDescribed) {
-  ThreadGate gate;
-  engine_.control().during_compute = [&] { gate.Stop(); };
-  std::thread first([&] { EXPECT_OK(Submit(0, kRowOfToken2)); });
-  gate.AwaitStopped();
-  EXPECT_REASON(Submit(0, kRowOfToken2), kMicroBatchInProgress);
-  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kMicroBatchInProgress);
-  EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 0, 0), kMicroBatchInProgress);
-  EXPECT_EQ(head_->Describe().state, HeadState::kReady);
-  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.micro_batches.at(0).state, ContributionState::kInProgress);
-  EXPECT_TRUE(head_->InUse());
-  gate.Open();
-  first.join();
-  EXPECT_TRUE(Submit(0, kRowOfToken2)->replayed);
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
-}
 
 TEST_F(HeadTest, ASubmissionThatWaitedSeesTheNewEpoch) {
   ThreadGate gate;
@@ -262,65 +185,6 @@ TEST_F(HeadTest, AFailureWhileAddingLosesTheHead) {
 
 // ---- steps -----------------------------------------------------------------------------------------------------------
 
-TEST_F(HeadTest, SealReportsTotalsAndNorm) {
-  ASSERT_OK(Submit(0, kRowOfToken2));
-  EXPECT_REASON(head_->Seal(KeyOf(*head_), int64_t{2}), kMicroBatchMissing);
-  ASSERT_OK_AND_ASSIGN(const SealReply reply, head_->Seal(KeyOf(*head_), int64_t{1}));
-  EXPECT_EQ(reply.totals, (StepTotals{1, 1, 1.0, 1.0, 0}));
-  EXPECT_EQ(reply.stats.norm_squared, 14);
-  EXPECT_FALSE(reply.replayed);
-  EXPECT_TRUE(head_->Seal(KeyOf(*head_), int64_t{1})->replayed);
-  EXPECT_REASON(Submit(1, kRowOfToken4), kStepSealed);
-  EXPECT_TRUE(Submit(0, kRowOfToken2)->replayed);
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {1, 2, 3}));
-}
-
-TEST_F(HeadTest, ApplySealsUpdatesAndOpensTheNextStep) {
-  const std::vector<float> before = ReadWeight(*head_);
-  ASSERT_OK(Submit(0, kRowOfToken2));
-  EXPECT_REASON(head_->Apply(KeyOf(*head_), std::nullopt, Rate(1)), kMissingField);
-  EXPECT_REASON(head_->Apply(KeyOf(*head_), int64_t{2}, Rate(1)), kMicroBatchMissing);
-  ApplyArguments arguments = Rate(2);
-  arguments.gradient_factor = 0.5;
-  ASSERT_OK_AND_ASSIGN(const ApplyReply reply, head_->Apply(KeyOf(*head_), int64_t{1}, arguments));
-  EXPECT_EQ(reply.open_step, 1);
-  EXPECT_EQ(reply.weight_version, 2);
-  EXPECT_EQ(reply.gradient_norm_squared, 14 * 0.25);
-  EXPECT_EQ(reply.global_grad_norm, std::sqrt(14 * 0.25));
-  EXPECT_EQ(reply.clip_factor, 1);
-  EXPECT_EQ(reply.totals.micro_batch_count, 1);
-  EXPECT_FALSE(reply.replayed);
-  std::vector<float> after = before;
-  for (int i = 0; i < 3; ++i) after[static_cast<size_t>(6 + i)] -= static_cast<float>(i + 1);
-  EXPECT_EQ(ReadWeight(*head_), after);
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  EXPECT_TRUE(head_->Describe().weight_checksum.empty());
-  const auto steps = head_->GetSteps(KeyOf(*head_).epoch);
-  EXPECT_EQ(steps->first.step, 1);
-  EXPECT_EQ(steps->second->state, StepState::kApplied);
-}
-
-TEST_F(HeadTest, ApplyIsIdempotentByItsArguments) {
-  ASSERT_OK(Submit(0, kRowOfToken2));
-  const StepKey key = KeyOf(*head_);
-  ASSERT_OK_AND_ASSIGN(const ApplyReply first, head_->Apply(key, int64_t{1}, Rate(1)));
-  const std::vector<float> weight = ReadWeight(*head_);
-  for (const std::optional<ExpectedMicroBatches>& expected :
-       {std::optional<ExpectedMicroBatches>(int64_t{1}), std::optional<ExpectedMicroBatches>()}) {
-    ASSERT_OK_AND_ASSIGN(const ApplyReply again, head_->Apply(key, expected, Rate(1)));
-    EXPECT_TRUE(again.replayed);
-    EXPECT_EQ(again.weight_version, first.weight_version);
-    EXPECT_EQ(again.global_grad_norm, first.global_grad_norm);
-    EXPECT_EQ(again.totals, first.totals);
-  }
-  EXPECT_REASON(head_->Apply(key, int64_t{1}, Rate(2)), kStepConflict);
-  EXPECT_REASON(head_->Apply(key, int64_t{2}, Rate(1)), kStepConflict);
-  EXPECT_REASON(head_->DiscardGradient(key), kStepConflict);
-  EXPECT_REASON(head_->Apply({key.epoch, 5}, int64_t{0}, Rate(1)), kStepMismatch);
-  EXPECT_REASON(head_->Apply({key.epoch, 5}, std::nullopt, Rate(1)), kStepMismatch);
-  EXPECT_EQ(ReadWeight(*head_), weight);
-}
-
 TEST_F(HeadTest, ClippingAsPyTorchDoes) {
   ASSERT_OK(Submit(0, {{3, 0, 4}, {1}}));
   ApplyArguments arguments = Rate(1);
@@ -330,25 +194,6 @@ TEST_F(HeadTest, ClippingAsPyTorchDoes) {
   EXPECT_EQ(reply.global_grad_norm, 13);
   EXPECT_EQ(reply.gradient_norm_squared, 25);
   EXPECT_EQ(reply.clip_factor, 6.5 / (13 + 1e-6));
-}
-
-TEST_F(HeadTest, ANonFiniteGradientStaysSealedAndUnchanged) {
-  const std::vector<float> weight = ReadWeight(*head_);
-  ASSERT_OK(Submit(0, {{1, std::numeric_limits<float>::infinity(), 3}, {2}}));
-  const absl::Status refused = head_->Apply(KeyOf(*head_), int64_t{1}, Rate(1)).status();
-  EXPECT_REASON(refused, kNonFiniteGradient);
-  EXPECT_EQ(GetErrorMetadata(refused).at("nonFiniteCount"), "1");
-  EXPECT_EQ(ReadWeight(*head_), weight);
-  EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.state, StepState::kSealed);
-  const StepKey key = KeyOf(*head_);
-  ASSERT_OK_AND_ASSIGN(const auto discarded, head_->DiscardGradient(key));
-  EXPECT_EQ(discarded, std::make_pair(int64_t{1}, false));
-  EXPECT_EQ(*head_->DiscardGradient(key), std::make_pair(int64_t{1}, true));
-  const absl::Status conflict = head_->Apply(key, int64_t{1}, Rate(1)).status();
-  EXPECT_REASON(conflict, kStepConflict);
-  EXPECT_NE(conflict.message().find("another call"), absl::string_view::npos) << conflict;
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  EXPECT_EQ(head_->Describe().weight_version, 1);
 }
 
 TEST_F(HeadTest, TheLastStepThatCanBeNumberedIsNotClosed) {
@@ -402,29 +247,6 @@ TEST_F(HeadTest, ArgumentsOfApplyAreChecked) {
   head_ = MakeReadyHead(engine_, spec);
   EXPECT_EQ(refused([](ApplyArguments&) {}), "OPTIMIZER_NOT_CONFIGURED");
   EXPECT_EQ(head_->GetSteps(KeyOf(*head_).epoch)->first.state, StepState::kOpen);
-}
-
-TEST_F(HeadTest, ReadingTheGradient) {
-  ASSERT_OK(Submit(0, kRowOfToken2));
-  const StepKey key = KeyOf(*head_);
-  std::vector<float> values(3);
-  EXPECT_OK(head_->ReadGradient(key, HeadTensor::kWeight, 6, 3, values.data()));
-  EXPECT_EQ(values, kRowOfToken2.hidden);
-  EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kGradWeight, 13, 3, values.data()), kChunkOutOfRange);
-  EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kGradWeight, -1, 3, values.data()), kChunkOutOfRange);
-  EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kGradBias, 0, 3, values.data()), kInvalidField);
-  EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kMasterWeight, 0, 3, values.data()), kInvalidField);
-  EXPECT_EQ(head_->GradientNorm(key)->norm_squared, 14);
-  EXPECT_REASON(head_->GradientNorm({NewEpoch(), 0}), kEpochFenced);
-  const std::shared_ptr<Head> biased = MakeReadyHead(engine_, SpecWith(&HeadSpec::has_bias, true), "biased");
-  ASSERT_OK(MicroBatchCall(biased, 0, 0, kRowOfToken2).Run(engine_));
-  for (const HeadTensor tensor : {HeadTensor::kBias, HeadTensor::kGradBias}) {
-    EXPECT_OK(biased->ReadGradient(KeyOf(*biased), tensor, 2, 1, values.data()));
-    EXPECT_EQ(values[0], 1);
-  }
-  ASSERT_OK(head_->DiscardGradient(key));
-  EXPECT_REASON(head_->ReadGradient(key, HeadTensor::kWeight, 6, 3, values.data()), kStepMismatch);
-  EXPECT_REASON(head_->GradientNorm(key), kStepMismatch);
 }
 
 }  // namespace

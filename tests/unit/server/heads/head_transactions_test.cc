@@ -5,7 +5,6 @@
 #include <functional>
 #include <limits>
 #include <memory>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -39,49 +38,6 @@ class HeadTransactionsTest : public ::testing::Test {
   std::shared_ptr<Head> head_ = MakeReadyHead(engine_, SmallSpec());
   std::shared_ptr<Head> other_ = MakeReadyHead(engine_, SmallSpec(), "other");
 };
-
-// ---- attempts --------------------------------------------------------------------------------------------------------
-
-TEST_F(HeadTransactionsTest, AnAnnouncedAttemptDropsAndFencesLowerOnes) {
-  MicroBatchCall first(head_, 0, 0, kRowOfToken2);
-  ASSERT_OK(first.Explicit().Run(engine_));
-  MicroBatchCall second(head_, 0, 0, kRowOfToken4);
-  second.Explicit().submission().attempt = 1;
-  ASSERT_OK(Announce(second.submission()));
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
-  EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kAttemptSuperseded);
-  EXPECT_REASON(first.Run(engine_), kAttemptSuperseded);
-  ASSERT_OK(second.Run(engine_));
-  EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 1, 1));
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-5, 0, 7}));
-}
-
-TEST_F(HeadTransactionsTest, ARunningLowerAttemptGivesUpUnlessItCommits) {
-  for (const bool is_explicit : {true, false}) {
-    ThreadGate gate;
-    engine_.control().during_compute = [&] { gate.Stop(); };
-    const int64_t id = is_explicit ? 0 : 1;
-    MicroBatchCall first(head_, 0, id, kRowOfToken2), second(head_, 0, id, kRowOfToken2);
-    if (is_explicit) first.Explicit(), second.Explicit();
-    second.submission().attempt = 1;
-    absl::StatusOr<SubmissionOutcome> outcome;
-    std::thread lower([&] { outcome = first.Run(engine_); });
-    gate.AwaitStopped();
-    // The announcement leaves its mark, and waits for the computation.
-    std::thread higher = RunUntilItSleeps([&] { EXPECT_OK(Announce(second.submission())); });
-    gate.Open();
-    lower.join();
-    higher.join();
-    engine_.control().during_compute = nullptr;
-    if (is_explicit) {
-      EXPECT_REASON(outcome, kAttemptSuperseded);
-    } else {
-      EXPECT_OK(outcome);  // its products had begun: it is committed
-    }
-    ASSERT_OK_AND_ASSIGN(const SubmissionOutcome again, second.Run(engine_));
-    EXPECT_EQ(again.replayed, !is_explicit);
-  }
-}
 
 // ---- several heads ---------------------------------------------------------------------------------------------------
 
@@ -173,23 +129,6 @@ TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileWhatIsHeldIsAdded) {
   }
 }
 
-TEST_F(HeadTransactionsTest, OneHeadThatRefusesLeavesTheOthersAsTheyWere) {
-  ASSERT_OK(MicroBatchCall(other_, 0, 0, kRowOfToken4).Run(engine_));
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  AddSecondTerm(call, other_);
-  EXPECT_REASON(call.Run(engine_), kMicroBatchConflict);
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  // Known to one with this digest, unknown to the other: all or none.
-  MicroBatchCall known(head_, 0, 5, kRowOfToken2);
-  ASSERT_OK(known.Run(engine_));
-  AddSecondTerm(known, other_);
-  const absl::StatusOr<SubmissionOutcome> mixed = known.Run(engine_);
-  EXPECT_REASON(mixed, kMicroBatchConflict);
-  EXPECT_EQ(GetErrorMetadata(mixed.status()).at("notKnownBy"), other_->name().ToString());
-  EXPECT_EQ(StateOf(*other_, 5), ContributionState::kNone);
-}
-
 TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   AddSecondTerm(call, other_);
@@ -210,82 +149,7 @@ TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   EXPECT_EQ(ReadGradWeight(*other_), Gradient(2, {2, 4, 6}));
 }
 
-TEST_F(HeadTransactionsTest, ACommitIsSeenOnAllHeadsAtOnce) {
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  AddSecondTerm(call, other_);
-  std::vector<ContributionState> seen;  // by calls on the heads at the moment when the memory is let go
-  call.Explicit().submission().until_decided = std::shared_ptr<const void>(this, [&](const void*) {
-    seen = {StateOf(*head_, 0), StateOf(*other_, 0)};
-  });
-  ASSERT_OK(call.Run(engine_));
-  call.submission().until_decided.reset();
-  EXPECT_TRUE(*Commit(BothHeads(), 0, 0, {}, std::nullopt));
-  EXPECT_EQ(seen, std::vector<ContributionState>(2, ContributionState::kCommitted));
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kCommitted);
-  EXPECT_EQ(StateOf(*other_, 0), ContributionState::kCommitted);
-  EXPECT_FALSE(*Commit(BothHeads(), 0, 0, {}, std::nullopt));
-}
-
-TEST_F(HeadTransactionsTest, WhatOneHeadDropsIsDroppedInAll) {
-  for (const int how : {0, 1, 2, 3}) {
-    MicroBatchCall call(head_, KeyOf(*head_).step, 10 + how, kRowOfToken2);
-    AddSecondTerm(call, other_);
-    ASSERT_OK(call.Explicit().Run(engine_));
-    if (how == 0) ASSERT_OK(head_->DiscardGradient(KeyOf(*head_)));
-    if (how == 1) ASSERT_OK(head_->Take(std::nullopt));
-    if (how == 2) ASSERT_OK(SetWeights(*head_, std::vector<float>(15)));
-    if (how == 3) head_->Retire();
-    EXPECT_EQ(StateOf(*other_, 10 + how), ContributionState::kDiscarded) << how;
-    EXPECT_REASON(CommitTo(other_, KeyOf(*other_), 10 + how, 0, 1), kMicroBatchDiscarded) << how;
-    EXPECT_EQ(ReadGradWeight(*other_), std::vector<float>(15)) << how;
-  }
-  // Its slots are free again: the spec has two.
-  for (const int64_t id : {20, 21}) ASSERT_OK(MicroBatchCall(other_, 0, id, kRowOfToken2).Explicit().Run(engine_));
-}
-
-TEST_F(HeadTransactionsTest, WhatOneHeadDropsIsKeptAliveInNone) {
-  auto token = std::make_shared<const int>(0);
-  const std::weak_ptr<const int> kept = token;
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  AddSecondTerm(call, other_);
-  call.Explicit().submission().until_decided = std::move(token);
-  ASSERT_OK(call.Run(engine_));
-  call.submission().until_decided.reset();
-  EXPECT_FALSE(kept.expired());
-  ASSERT_OK(head_->Take(std::nullopt));
-  EXPECT_TRUE(kept.expired());  // though nobody has called the other head
-}
-
-TEST_F(HeadTransactionsTest, AnEngineFailureAfterTheDecisionLosesAllHeads) {
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  AddSecondTerm(call, other_);
-  ASSERT_OK(call.Explicit().Run(engine_));
-  engine_.control().FailNext("Commit", kNotReady);
-  EXPECT_REASON(Commit(BothHeads(), 0, 0, {}, std::nullopt), kShardNotReady);
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kStaged);
-  EXPECT_EQ(ReadGradWeight(*other_), std::vector<float>(15));
-  engine_.control().FailNext("Commit", kEngineError);
-  EXPECT_REASON(Commit(BothHeads(), 0, 0, {}, std::nullopt), kEngineFailed);
-  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
-  EXPECT_EQ(other_->Describe().state, HeadState::kLost);
-}
-
 // ---- held ------------------------------------------------------------------------------------------------------------
-
-TEST_F(HeadTransactionsTest, WithoutASlotTheRowsAreHeldIfAllowed) {
-  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 0));
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  EXPECT_REASON(call.Explicit().Run(engine_), kStagingFull);
-  call.submission().hold = Hold();
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
-  EXPECT_EQ(outcome.form, ContributionForm::kHeld);
-  EXPECT_EQ(outcome.state, ContributionState::kStaged);
-  EXPECT_EQ(holds_, 1);
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 0, 3));
-  EXPECT_EQ(holds_, 0);
-  EXPECT_EQ(ReadGradWeight(*head_), Gradient(2, {3, 6, 9}));
-}
 
 TEST_F(HeadTransactionsTest, AFullHeadReportsWhoseSlotsAreTaken) {
   const auto stage = [this](int64_t id, const std::optional<SessionId>& session) {
@@ -392,45 +256,6 @@ TEST_F(HeadTransactionsTest, ASealWaitsForUnexpectedOnesThatAreComputed) {
   seals.join();
 }
 
-TEST_F(HeadTransactionsTest, WhenTheSecondComputationFailsTheHeadIsLostIfItMayHaveChanged) {
-  head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 0));
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  call.Refuse().submission().hold = Hold();
-  engine_.control().FailNext("Compute", kNotReady, 1);
-  EXPECT_REASON(call.Run(engine_), kShardNotReady);
-  EXPECT_EQ(StateOf(*head_, 0), ContributionState::kNone);
-  EXPECT_EQ(ReadGradWeight(*head_), std::vector<float>(15));
-  engine_.control().FailNext("Compute", kEngineError, 1);
-  EXPECT_REASON(call.Run(engine_), kEngineFailed);
-  EXPECT_EQ(head_->Describe().state, HeadState::kLost);
-}
-
-TEST_F(HeadTransactionsTest, AHeldOneIsNotComputedWithAnotherTeacher) {
-  std::shared_ptr<Head> teacher = MakeReadyHead(engine_, FrozenSpec(), "teacher");
-  const auto hold = [&](int64_t id) {
-    MicroBatchCall call(head_, 0, id, kRowOfToken2);
-    call.Explicit().submission().late_token_factors = true;
-    call.submission().hold = Hold();
-    call.term().teacher_head = teacher;
-    call.term().term.loss = JsdSpec();
-    call.term().term.teacher_hidden = call.submission().hidden;
-    ASSERT_OK(call.Run(engine_));
-    if (id == 0) {
-      EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), id, 0, 1));
-      return;
-    }
-    ASSERT_OK(SetWeights(*teacher, std::vector<float>(15, 4)));
-    EXPECT_REASON(CommitTo(head_, KeyOf(*head_), id, 0, 1), kWeightVersionMismatch);
-    teacher->Retire();
-    teacher.reset();
-    call.term().teacher_head.reset();
-    EXPECT_REASON(CommitTo(head_, KeyOf(*head_), id, 0, 1), kHeadNotFound);
-    EXPECT_TRUE(*DiscardFrom(head_, KeyOf(*head_), id, 0));
-  };
-  hold(0);
-  hold(1);
-}
-
 // ---- sessions --------------------------------------------------------------------------------------------------------
 
 TEST_F(HeadTransactionsTest, OnlyItsSessionDecidesAContribution) {
@@ -452,49 +277,6 @@ TEST_F(HeadTransactionsTest, OnlyItsSessionDecidesAContribution) {
 }
 
 // ---- taking, waiting -------------------------------------------------------------------------------------------------
-
-TEST_F(HeadTransactionsTest, EachOfSeveralTakersLearnsItsOwnEpoch) {
-  constexpr int kTakers = 4, kTimes = 50;
-  std::vector<std::vector<Epoch>> epochs(kTakers);
-  std::vector<std::thread> takers;
-  for (std::vector<Epoch>& mine : epochs) {
-    takers.emplace_back([&] {
-      for (int i = 0; i < kTimes; ++i) {
-        ASSERT_OK_AND_ASSIGN(const HeadInfo taken, head_->Take(std::nullopt));
-        EXPECT_EQ(taken.state, HeadState::kReady);
-        mine.push_back(taken.epoch);
-      }
-    });
-  }
-  for (std::thread& taker : takers) taker.join();
-  std::set<Epoch> distinct;
-  for (const std::vector<Epoch>& mine : epochs) distinct.insert(mine.begin(), mine.end());
-  EXPECT_EQ(distinct.size(), static_cast<size_t>(kTakers * kTimes));
-  EXPECT_TRUE(distinct.contains(head_->Describe().epoch));
-}
-
-TEST_F(HeadTransactionsTest, OnlyACallForTheNextStepWaits) {
-  StepKey key = KeyOf(*head_);
-  const WaitLimits long_wait = {observability::MonotonicNow() + absl::Seconds(30), nullptr};
-  EXPECT_OK(head_->AwaitStep(key, long_wait));
-  key.step = 2;
-  EXPECT_OK(head_->AwaitStep(key, long_wait));
-  key.step = std::numeric_limits<int64_t>::min();
-  EXPECT_OK(head_->AwaitStep(key, long_wait));
-  key.step = 1;
-  EXPECT_REASON(head_->AwaitStep(key, {}), kDeadlineExceeded);
-  WaitLimits short_wait = AsLongAsItTakes();
-  short_wait.step_deadline = observability::MonotonicNow() + absl::Milliseconds(1);
-  EXPECT_OK(head_->AwaitStep(key, short_wait));
-  EXPECT_REASON(head_->AwaitStep(key, CancelledWait()), kCancelled);
-  std::thread closer([&] {
-    absl::SleepFor(absl::Milliseconds(20));
-    EXPECT_OK(head_->DiscardGradient(KeyOf(*head_)));
-  });
-  EXPECT_OK(head_->AwaitStep(key, long_wait));
-  EXPECT_EQ(KeyOf(*head_).step, 1);
-  closer.join();
-}
 
 TEST_F(HeadTransactionsTest, ASealMayWaitForWhatIsMissingOrUndecided) {
   ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Explicit().Run(engine_));
