@@ -20,75 +20,68 @@ TransferId Id(uint8_t byte) {
   return id;
 }
 
-// What a stripe was told; nothing yet.
-using Told = std::optional<absl::Status>;
-
-OnTransfer Tell(Told* told) {
-  return [told](const absl::StatusOr<std::shared_ptr<Transfer>>& transfer) {
-    EXPECT_FALSE(told->has_value()) << "told twice";
-    *told = transfer.status();
-  };
-}
+// A stripe that asks for its transfer.
+struct Stripe {
+  Stripe(TransferRegistry& registry, uint8_t id) {
+    registry.Find(Id(id), this, [this](const absl::StatusOr<std::shared_ptr<Transfer>>& transfer) {
+      EXPECT_FALSE(told.has_value()) << "told twice";
+      told = transfer.status();
+    });
+  }
+  std::optional<absl::Status> told;  // nothing yet
+};
 
 TEST(TransferRegistry, LetsStripesWaitForTheirPrimary) {
   TransferRegistry registry(absl::Seconds(10));
-  Told early;
-  registry.Find(Id(1), &early, Tell(&early));
-  Told other;
-  registry.Find(Id(2), &other, Tell(&other));
+  const Stripe early(registry, 1);
+  const Stripe other(registry, 2);
   EXPECT_EQ(registry.waiting(), 2);
   {
     ASSERT_OK_AND_ASSIGN(auto entry, registry.Announce(Id(1)));
-    EXPECT_FALSE(early.has_value());
+    EXPECT_FALSE(early.told.has_value());
     // An announced one is waited for as long as it takes.
     registry.Expire(observability::MonotonicNow() + absl::Seconds(1));
     registry.Drain();
-    EXPECT_FALSE(early.has_value());
-    EXPECT_REASON(*other, kTransferNotFound);
+    EXPECT_FALSE(early.told.has_value());
+    EXPECT_REASON(*other.told, kTransferNotFound);
     entry.Open(nullptr);
-    ASSERT_TRUE(early.has_value());
-    EXPECT_TRUE(early->ok());
+    ASSERT_TRUE(early.told.has_value());
+    EXPECT_TRUE(early.told->ok());
   }
-  Told late;
-  registry.Find(Id(1), &late, Tell(&late));
-  EXPECT_REASON(*late, kTransferNotFound);
-  Told draining;
-  registry.Find(Id(3), &draining, Tell(&draining));
-  EXPECT_REASON(*draining, kTransferNotFound);
+  const Stripe late(registry, 1);
+  EXPECT_REASON(*late.told, kTransferNotFound);
+  const Stripe draining(registry, 3);
+  EXPECT_REASON(*draining.told, kTransferNotFound);
   EXPECT_EQ(registry.waiting(), 0);
 }
 
 TEST(TransferRegistry, TellsThoseWhosePrimaryIsRefused) {
   TransferRegistry registry(absl::Seconds(10));
-  Told stripe;
-  registry.Find(Id(1), &stripe, Tell(&stripe));
+  const Stripe stripe(registry, 1);
   { const auto entry = registry.Announce(Id(1)); }
-  EXPECT_REASON(*stripe, kTransferNotFound);
+  EXPECT_REASON(*stripe.told, kTransferNotFound);
 }
 
 TEST(TransferRegistry, SendsAwayWhoHasWaitedForTooLong) {
   TransferRegistry registry(absl::Seconds(10));
-  Told stripe;
-  registry.Find(Id(1), &stripe, Tell(&stripe));
+  const Stripe stripe(registry, 1);
   registry.Expire(observability::MonotonicNow() + absl::Seconds(9));
-  EXPECT_FALSE(stripe.has_value());
+  EXPECT_FALSE(stripe.told.has_value());
   registry.Expire(observability::MonotonicNow() + absl::Seconds(11));
-  EXPECT_REASON(*stripe, kTransferNotFound);
+  EXPECT_REASON(*stripe.told, kTransferNotFound);
   EXPECT_EQ(registry.waiting(), 0);
 }
 
 TEST(TransferRegistry, ForgetsWhoLeaves) {
   TransferRegistry registry(absl::Seconds(10));
-  Told gone;
-  Told there;
-  registry.Find(Id(1), &gone, Tell(&gone));
-  registry.Find(Id(1), &there, Tell(&there));
+  const Stripe gone(registry, 1);
+  const Stripe there(registry, 1);
   registry.Leave(Id(1), &gone);
   registry.Leave(Id(1), &gone);
   registry.Leave(Id(9), &gone);
   registry.Drain();
-  EXPECT_FALSE(gone.has_value());
-  EXPECT_TRUE(there.has_value());
+  EXPECT_FALSE(gone.told.has_value());
+  EXPECT_TRUE(there.told.has_value());
 }
 
 TEST(TransferRegistry, AnIdNamesOneCallAndIsNotUsedAgainSoon) {

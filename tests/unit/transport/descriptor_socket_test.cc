@@ -20,6 +20,7 @@
 #include "absl/time/clock.h"
 #include "headwater/kernels/error.h"
 #include "tests/unit/expect_status.h"
+#include "tests/unit/server/temporary_directory.h"
 #include "tests/unit/transport/descriptor_peer.h"
 #include "tests/unit/transport/region_memory.h"
 
@@ -34,23 +35,17 @@ using ::headwater::testing::MakeMemory;
 using ::headwater::testing::OpenDescriptors;
 using ::headwater::testing::ReadDescriptorAnswer;
 using ::headwater::testing::SendDescriptors;
+using ::headwater::testing::TemporaryDirectory;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 
 constexpr int64_t kPage = 4096;
+
 class Sockets : public ::testing::Test {
  protected:
-  void SetUp() override {
-    char path[] = "/tmp/headwater-socket-XXXXXX";
-    ASSERT_NE(mkdtemp(path), nullptr);
-    folder_ = path;
+  Sockets() {
     options_.path = folder_ + "/memory.sock";
     options_.incarnation.fill('i');
-  }
-  void TearDown() override {
-    socket_.reset();
-    unlink((folder_ + "/memory.sock").c_str());
-    EXPECT_EQ(rmdir(folder_.c_str()), 0);
   }
   void Listen() {
     ASSERT_OK_AND_ASSIGN(auto socket, DescriptorSocket::Listen(options_));
@@ -74,7 +69,8 @@ class Sockets : public ::testing::Test {
     EXPECT_EQ(OpenDescriptors(), count);
   }
 
-  std::string folder_;
+  const TemporaryDirectory directory_;
+  const std::string& folder_ = directory_.path();
   DescriptorSocketOptions options_;
   std::unique_ptr<DescriptorSocket> socket_;
 };
@@ -110,28 +106,22 @@ TEST_F(Sockets, TokensAreNeverTheSame) {
   }
 }
 
+// tests/fuzz/targets/descriptor_message.cc has wrong packets.
 TEST_F(Sockets, RefusesWhatIsNoSealedMemory) {
   Listen();
   const int before = OpenDescriptors();
   {
     const FileDescriptor memory(MakeMemory(kPage));
-    const FileDescriptor other(MakeMemory(kPage));
     const FileDescriptor open(MakeMemory(kPage, kAllSeals & ~F_SEAL_SHRINK));
     const FileDescriptor sparse(MakeMemory(4 * kPage, kAllSeals, /*sparse=*/true));
     const FileDescriptor program(::open("/proc/self/exe", O_RDONLY | O_CLOEXEC));
     const std::string request = DescriptorRequest(kPage);
-    EXPECT_THAT(Call(request, {}).message, HasSubstr("one descriptor, got 0"));
-    EXPECT_THAT(Call(request, {memory.get(), other.get()}).message, HasSubstr("one descriptor, got 2"));
     EXPECT_EQ(Call(request, std::vector<int>(20, memory.get())).code, 3u);  // more than are looked at
-    EXPECT_THAT(Call(request, {open.get()}).message, HasSubstr("without F_SEAL_SHRINK"));
     EXPECT_THAT(Call(DescriptorRequest(4 * kPage), {sparse.get()}).message, HasSubstr("allocated in full"));
+    EXPECT_THAT(Call(request, {open.get()}).message, HasSubstr("without F_SEAL_SHRINK"));
     EXPECT_EQ(Call(request, {program.get()}).code, 3u);
-    EXPECT_THAT(Call(DescriptorRequest(kPage - 1), {memory.get()}).message, HasSubstr("bytes that were named"));
     EXPECT_EQ(Call(DescriptorRequest(~uint64_t{0}), {memory.get()}).code, 3u);
-    EXPECT_EQ(Call(DescriptorRequest(kPage, "HWMX"), {memory.get()}).code, 3u);
     EXPECT_THAT(Call(DescriptorRequest(kPage, "HWMD", 2), {memory.get()}).message, HasSubstr("version 1"));
-    EXPECT_EQ(Call(request.substr(0, 15), {memory.get()}).code, 3u);
-    EXPECT_EQ(Call(request + "x", {memory.get()}).code, 3u);
     for (const std::string& message : {Call(request, {program.get()}).message, Call(request, {open.get()}).message}) {
       EXPECT_THAT(message, ::testing::Not(HasSubstr(folder_)));
       EXPECT_LE(message.size(), 256u);

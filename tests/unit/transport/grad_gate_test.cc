@@ -13,13 +13,7 @@ TEST(GradGate, KeepsRowsUntilAllHaveCome) {
   EXPECT_EQ(gate.Open(), 7);
 }
 
-TEST(GradGate, OpensBeforeTheFirstRow) {
-  GradGate gate;
-  EXPECT_EQ(gate.Open(), 0);
-  EXPECT_EQ(gate.Ready(3), 3);
-}
-
-TEST(GradGate, NeverTakesRowsBack) {
+TEST(GradGate, OpensBeforeTheFirstRowAndNeverTakesRowsBack) {
   GradGate gate;
   EXPECT_EQ(gate.Open(), 0);
   EXPECT_EQ(gate.Ready(5), 5);

@@ -16,22 +16,15 @@
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/monotonic_clock.h"
+#include "tests/unit/forwarding_engine.h"
 
 namespace headwater::transport {
 namespace {
 
 // An engine that does nothing but give memory, and counts it.
-class MemoryEngine final : public LossEngine {
+class MemoryEngine final : public headwater::testing::ForwardingEngine {
  public:
-  std::string name() const override { return "memory"; }
-  std::vector<EngineDevice> devices() const override { return {}; }
-  const EngineOptions& options() const override { return options_; }
-  absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec&) const override { return absl::UnimplementedError(""); }
-  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec&) override { return absl::UnimplementedError(""); }
-  int64_t planned_bytes() const override { return 0; }
-  absl::Status DoHealth() const override { return absl::OkStatus(); }
-  absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch&) override { return absl::UnimplementedError(""); }
-
+  MemoryEngine() : ForwardingEngine(nullptr) {}
   absl::StatusOr<std::unique_ptr<HostMemory>> DoAllocateHostMemory(int64_t bytes) override {
     ++allocations;
     if (held_bytes + bytes > capacity_bytes) return MakeError(ErrorReason::kMemoryBudgetExceeded, "none is left");
@@ -57,7 +50,6 @@ class MemoryEngine final : public LossEngine {
     const std::unique_ptr<HostMemory> memory_;
     std::atomic<int64_t>* const held_;
   };
-  EngineOptions options_;
 };
 
 constexpr int64_t kMiB = 1 << 20;

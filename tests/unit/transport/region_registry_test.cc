@@ -20,6 +20,7 @@
 #include "server/observability/monotonic_clock.h"
 #include "tests/unit/expect_status.h"
 #include "tests/unit/server/fake_engine.h"
+#include "tests/unit/server/temporary_directory.h"
 #include "tests/unit/transport/region_memory.h"
 
 namespace headwater::transport {
@@ -28,6 +29,7 @@ namespace {
 using ::headwater::testing::kAllSeals;
 using ::headwater::testing::MakeMemory;
 using ::headwater::testing::OpenDescriptors;
+using ::headwater::testing::ReasonOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -39,8 +41,6 @@ RegionOwner Owner(uint8_t number) {
   owner.fill(number);
   return owner;
 }
-
-std::string ReasonOf(const absl::Status& status) { return status.ok() ? "OK" : ErrorReasonName(GetErrorReason(status)); }
 
 // Counts what is page-locked and opened, and fails on demand.
 class LockingEngine : public ::headwater::testing::FakeEngine {
@@ -137,39 +137,22 @@ TEST_F(Regions, MapsTheMemoryThatWasPassed) {
 
 TEST_F(Regions, ChecksEverySizeAndOffsetWithoutOverflow) {
   ASSERT_OK_AND_ASSIGN(const auto id, Add(MakeMemory(kPage), 0, kPage));
-  for (const auto& [offset, bytes] : std::vector<std::pair<int64_t, int64_t>>{{0, kPage + 2},
-                                                                              {2, kPage},
-                                                                              {kPage, 2},
-                                                                              {kPage + 2, 0},
-                                                                              {-2, 4},
-                                                                              {0, -2},
-                                                                              {kMost - 1, 2},
-                                                                              {kMost - 1, kMost},
-                                                                              {2, kMost},
-                                                                              {-kMost, kMost},
-                                                                              {std::numeric_limits<int64_t>::min(), 4},
-                                                                              {1, 2},
-                                                                              {4095, 0}}) {
+  using Range = std::pair<int64_t, int64_t>;
+  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+  for (const auto& [offset, bytes] :
+       {Range(0, kPage + 2), Range(2, kPage), Range(kPage, 2), Range(kPage + 2, 0), Range(-2, 4), Range(0, -2), Range(kMost - 1, 2),
+        Range(kMost - 1, kMost), Range(2, kMost), Range(-kMost, kMost), Range(kLeast, 4), Range(1, 2), Range(4095, 0)}) {
     const auto use = Find(id, offset, bytes);
     EXPECT_EQ(ReasonOf(use.status()), "INVALID_FIELD") << offset << " " << bytes;
     EXPECT_EQ(GetErrorMetadata(use.status())["field"], "header.hidden_rows.offset_bytes");
   }
-  for (const auto& [offset, bytes] : std::vector<std::pair<int64_t, int64_t>>{{0, 0}, {kPage, 0}, {0, kPage}, {kPage - 2, 2}}) {
+  for (const auto& [offset, bytes] : {Range(0, 0), Range(kPage, 0), Range(0, kPage), Range(kPage - 2, 2)}) {
     EXPECT_TRUE(Find(id, offset, bytes).ok()) << offset << " " << bytes;
   }
   const int before = OpenDescriptors();
-  for (const auto& [offset, bytes] : std::vector<std::pair<int64_t, int64_t>>{{0, 0},
-                                                                              {0, -1},
-                                                                              {-64, kPage},
-                                                                              {0, kPage + 1},
-                                                                              {64, kPage},
-                                                                              {kPage, 1},
-                                                                              {32, 64},
-                                                                              {kMost - 63, 1},
-                                                                              {kMost - 63, kPage},
-                                                                              {64, kMost},
-                                                                              {kMost - 63, kMost},
-                                                                              {std::numeric_limits<int64_t>::min(), 1}}) {
+  for (const auto& [offset, bytes] :
+       {Range(0, 0), Range(0, -1), Range(-64, kPage), Range(0, kPage + 1), Range(64, kPage), Range(kPage, 1), Range(32, 64),
+        Range(kMost - 63, 1), Range(kMost - 63, kPage), Range(64, kMost), Range(kMost - 63, kMost), Range(kLeast, 1)}) {
     EXPECT_EQ(ReasonOf(Add(MakeMemory(kPage), offset, bytes).status()), "INVALID_FIELD") << offset << " " << bytes;
   }
   EXPECT_EQ(ReasonOf(Add(MakeMemory(17 * kPage), 0, 17 * kPage).status()), "LIMIT_EXCEEDED");
@@ -339,25 +322,15 @@ TEST_F(Regions, OfDeviceMemoryCarryTheirEvent) {
 // A folder in place of /dev/shm.
 class NamedRegions : public Regions {
  protected:
-  void SetUp() override {
-    char path[] = "/tmp/headwater-regions-XXXXXX";
-    ASSERT_NE(mkdtemp(path), nullptr);
-    folder_ = path;
-  }
-  void TearDown() override {
-    for (const std::string& name : made_) unlink((folder_ + "/" + name).c_str());
-    rmdir(folder_.c_str());
-  }
   void Make(const std::string& name, const std::string& bytes) {
     const FileDescriptor file(open((folder_ + "/" + name).c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600));
     ASSERT_EQ(write(file.get(), bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
-    made_.push_back(name);
   }
   absl::StatusOr<std::string> AddNamed(const std::string& name, int64_t offset, int64_t bytes) {
     return regions_.AddNamed(Owner(1), name, offset, bytes, folder_);
   }
-  std::string folder_;
-  std::vector<std::string> made_;
+  const headwater::testing::TemporaryDirectory directory_;
+  const std::string& folder_ = directory_.path();
 };
 
 TEST_F(NamedRegions, AreCopiedInAndOut) {
@@ -404,11 +377,8 @@ TEST_F(NamedRegions, AreOnlyWhatTheClientNamed) {
   EXPECT_EQ(ReasonOf(AddNamed("headwater-" + std::string(201, 'n'), 0, 128).status()), "INVALID_NAME");
   EXPECT_EQ(ReasonOf(AddNamed("headwater-" + std::string(200, 'n'), 0, 128).status()), "INVALID_FIELD");  // a name, but no file
   ASSERT_EQ(symlink((folder_ + "/other").c_str(), (folder_ + "/headwater-link").c_str()), 0);
-  made_.push_back("headwater-link");
   ASSERT_EQ(link((folder_ + "/other").c_str(), (folder_ + "/headwater-hard").c_str()), 0);
-  made_.push_back("headwater-hard");
   ASSERT_EQ(mkfifo((folder_ + "/headwater-fifo").c_str(), 0600), 0);
-  made_.push_back("headwater-fifo");
   for (const char* name : {"headwater-link", "headwater-hard", "headwater-fifo", "headwater-none"}) {
     const absl::Status status = AddNamed(name, 0, 128).status();
     EXPECT_EQ(ReasonOf(status), "INVALID_FIELD") << name;

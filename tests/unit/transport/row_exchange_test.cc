@@ -108,25 +108,26 @@ TEST(RowExchange, RefusesOverlapsAndWhatLiesOutside) {
   Bench bench(10);
   ASSERT_TRUE(bench.Put(0, 0, 2).ok());
   ASSERT_TRUE(bench.exchange.Claim(0, 5, 3, 24, "chunk").ok());  // claimed is taken, though it has not been delivered
-  const std::pair<int64_t, int64_t> wrong[] = {{0, 1},
-                                               {1, 2},
-                                               {4, 2},
-                                               {5, 3},
-                                               {6, 1},
-                                               {7, 2},
-                                               {4, 5},
-                                               {10, 1},
-                                               {9, 2},
-                                               {0, 0},
-                                               {3, 0},
-                                               {-1, 2},
-                                               {3, -1},
-                                               {kMostRows, 1},
-                                               {1, kMostRows},
-                                               {kMostRows, kMostRows},
-                                               {2, kMostRows - 1},
-                                               {11, 1},
-                                               {-kMostRows, kMostRows}};
+  using Range = std::pair<int64_t, int64_t>;
+  const auto wrong = {Range(0, 1),
+                      Range(1, 2),
+                      Range(4, 2),
+                      Range(5, 3),
+                      Range(6, 1),
+                      Range(7, 2),
+                      Range(4, 5),
+                      Range(10, 1),
+                      Range(9, 2),
+                      Range(0, 0),
+                      Range(3, 0),
+                      Range(-1, 2),
+                      Range(3, -1),
+                      Range(kMostRows, 1),
+                      Range(1, kMostRows),
+                      Range(kMostRows, kMostRows),
+                      Range(2, kMostRows - 1),
+                      Range(11, 1),
+                      Range(-kMostRows, kMostRows)};
   for (const auto& [start, count] : wrong) {
     const absl::Status status = bench.exchange.Claim(0, start, count, 8, "chunk").status();
     EXPECT_TRUE(HasReason(status, ErrorReason::kChunkOutOfRange) || HasReason(status, ErrorReason::kDataLengthMismatch));
