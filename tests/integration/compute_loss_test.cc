@@ -3,18 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <functional>
 #include <limits>
-#include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/wire_server.h"
-#include "tests/unit/run_threads.h"
 
 namespace headwater::testing {
 namespace {
@@ -175,60 +171,16 @@ TEST(Waiting, ForAStepIsNoIdleTimeOfItsClient) {
   EXPECT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(head, 1, 0, {1, 2, 3}), Rows()).status), "STEP_MISMATCH");
 }
 
-// The gradient's bits do not depend on who comes when, nor on a restart.
-TEST(Deterministic, OrderTrainersAndRestartsDoNotShow) {
-  constexpr int64_t kMicroBatches = 5;
+// head_ordered_test.cc has the order.
+TEST(Deterministic, WhatWaitsForItsPredecessorsIsCounted) {
   ServerSetup setup;
-  setup.engine.shard_count = 3;
   setup.engine.deterministic = setup.options.deterministic = true;
-  setup.options.limits.ordered_window = kMicroBatches;
-  auto server = std::make_unique<WireServer>(setup);
-  // Even ids EAGER, odd ones EXPLICIT with a factor.
-  const auto add = [&](const TestHead& head, int64_t step, int64_t id) {
-    const bool is_explicit = id % 2 == 1;
-    v1::MicroBatchHeader header = CrossEntropyHeader(head, step, id, {1, 2, 3});
-    if (is_explicit) header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-    const LossReply reply = server->MustCompute(header, Rows(static_cast<uint32_t>(100 * step + id)));
-    EXPECT_EQ(reply.summary.form(), v1::CONTRIBUTION_FORM_HELD);
-    EXPECT_EQ(reply.summary.state(), is_explicit ? v1::CONTRIBUTION_STATE_STAGED : v1::CONTRIBUTION_STATE_COMMITTED);
-    if (is_explicit) Require(server->Commit(head, step, id, 0.7), "CommitMicroBatch");
-  };
-  const auto train = [&](const std::string& id, const std::function<void(const TestHead&, int64_t)>& step) {
-    const TestHead head = server->MakeHead(id, SmallSpec());
-    for (int64_t i = 0; i < 2; ++i) {
-      step(head, i);
-      v1::ApplyOptimizerStepRequest apply;
-      *apply.mutable_head() = server->At(head, i);
-      apply.mutable_expected()->set_count(kMicroBatches);
-      apply.set_learning_rate(0.01);
-      Require(server->Apply(apply), "ApplyOptimizerStep");
-    }
-    return server->Weights(head);
-  };
-  const auto in_order = [&](const std::vector<int64_t>& order) {
-    return [&add, order](const TestHead& head, int64_t step) {
-      for (const int64_t id : order) add(head, step, id);
-    };
-  };
-  const std::string expected = train("ordered", in_order({0, 1, 2, 3, 4}));
-  EXPECT_EQ(train("reversed", in_order({4, 3, 2, 1, 0})), expected);
-  server.reset();
-  server = std::make_unique<WireServer>(setup);
-  EXPECT_EQ(train("mixed", in_order({2, 0, 4, 1, 3})), expected);
-  const auto by_three = [&](const TestHead& head, int64_t step) {
-    RunThreads(3, [&](int64_t rank) {
-      for (int64_t id = rank; id < kMicroBatches; id += 3) add(head, step, id);
-    });
-  };
-  EXPECT_EQ(train("threads", by_three), expected);
-  // What waits for its predecessors is counted, and gives its room back.
-  const TestHead head = server->MakeHead("waits", SmallSpec());
-  add(head, 0, 2);
-  EXPECT_TRUE(server->AwaitMetric("headwater_waiting_contributions", 1));
-  add(head, 0, 0);
-  Require(server->Discard(head, 0, 1), "DiscardMicroBatch");
-  EXPECT_TRUE(server->AwaitMetric("headwater_waiting_contributions", 0));
-  EXPECT_TRUE(server->AwaitMetric("headwater_held_bytes", 0));
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  server.MustCompute(CrossEntropyHeader(head, 0, 1, {1, 2, 3}), Rows());
+  EXPECT_TRUE(server.AwaitMetric("headwater_waiting_contributions", 1));
+  server.MustCompute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows());
+  EXPECT_TRUE(server.AwaitMetric("headwater_waiting_contributions", 0));
 }
 
 // ---- what is held ----------------------------------------------------------------------------------------------------
@@ -321,20 +273,57 @@ TEST(Held, TheirCommitIsTimeInWhichTheEngineIsBusy) {
   v1::MicroBatchHeader header = ExplicitHeader(head, 0);
   header.set_allow_held(true);
   Require(server.Compute(header, Rows()).status, "held");
-  const auto busy_seconds = [&] {
-    const std::string name = "headwater_compute_busy_seconds_total";
-    return std::stod(server.MetricLine(name).substr(name.size()));
+  const std::string before = server.MetricLine("headwater_compute_busy_seconds_total");
+  Require(server.Commit(head, 0, 0, 1), "CommitMicroBatch");
+  EXPECT_NE(server.MetricLine("headwater_compute_busy_seconds_total"), before);
+}
+
+// ---- gradient_resolution: what is drawn follows from head, step, micro-batch and term, and from nothing else ---------
+
+struct Draw {
+  std::string head = "h";
+  int64_t step = 0;
+  int32_t staging_slots = 1;
+  std::function<void(v1::MicroBatchHeader&)> change = [](v1::MicroBatchHeader&) {};
+};
+
+// Both gradients of micro-batch 4, on a server of its own, as after a restart.
+std::string Drawn(const Draw& draw) {
+  WireServer server;
+  v1::HeadSpec spec = SmallSpec(400, 12);
+  spec.set_staging_slots(draw.staging_slots);
+  spec.set_initial_step(draw.step);
+  const TestHead head = server.MakeHead(draw.head, spec);
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, draw.step, 4, {3, 17, -100, 399, 0, 250, 8, 100});
+  header.mutable_terms(0)->set_gradient_resolution(0.125);
+  draw.change(header);
+  const LossReply reply = server.MustCompute(header, Bytes(Random(8 * 12, 5, 2)));
+  if (header.commit_mode() == v1::COMMIT_MODE_EXPLICIT) Require(server.Commit(head, draw.step, 4, 1), "CommitMicroBatch");
+  return server.Gradient(head, draw.step) + reply.grad_hidden;
+}
+
+TEST(GradientResolution, FormsRestartsAndAttemptsDrawAlike) {
+  const std::string direct = Drawn({});
+  EXPECT_TRUE(Drawn({}) == direct);
+  EXPECT_TRUE(Drawn({.change = [](auto& header) { header.set_attempt(5); }}) == direct);
+  const auto explicit_commit = [](v1::MicroBatchHeader& header) {
+    header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+    header.set_allow_held(true);
   };
-  const double before = busy_seconds();
-  server.gate().Close();
-  std::thread committer([&] { EXPECT_EQ(ReasonOf(server.Commit(head, 0, 0, 1)), "OK"); });
-  server.gate().AwaitWaiting();
-  EXPECT_TRUE(Await([&] { return busy_seconds() > before + 0.02; }));
-  server.gate().Open();
-  committer.join();
-  const double after = busy_seconds();
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  EXPECT_EQ(busy_seconds(), after);
+  EXPECT_TRUE(Drawn({.change = explicit_commit}) == direct) << "STAGED";
+  EXPECT_TRUE(Drawn({.staging_slots = 0, .change = explicit_commit}) == direct) << "HELD";
+}
+
+TEST(GradientResolution, StepsMicroBatchesTermsAndHeadsDrawOtherwise) {
+  const std::string direct = Drawn({});
+  EXPECT_FALSE(Drawn({.head = "other"}) == direct);
+  EXPECT_FALSE(Drawn({.step = 1}) == direct);
+  EXPECT_FALSE(Drawn({.change = [](auto& header) { header.set_micro_batch(5); }}) == direct);
+  // A first term that adds nothing.
+  EXPECT_FALSE(Drawn({.change = [](v1::MicroBatchHeader& header) {
+                 *header.add_terms() = header.terms(0);
+                 *header.mutable_terms(0)->mutable_token_weights() = FloatTensor(std::vector<float>(8));
+               }}) == direct);
 }
 
 }  // namespace

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "server/transport/pinned_pool.h"
 #include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/wire_server.h"
 #include "tests/unit/transport/descriptor_peer.h"
@@ -82,22 +81,16 @@ class RowSources : public ::testing::Test {
   static v1::MicroBatchHeader Header(const TestHead& head, int64_t micro_batch, int64_t row_count) {
     return CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(static_cast<size_t>(row_count), 1));
   }
+  static void Place(v1::SharedRows* rows, const std::string& region, int64_t offset = 0) {
+    rows->set_region_id(region);
+    rows->set_offset_bytes(offset);
+  }
   v1::MicroBatchHeader Jsd(const TestHead& head, int64_t micro_batch, int64_t row_count) {
     v1::MicroBatchHeader header = Header(head, micro_batch, row_count);
     header.mutable_terms(0)->mutable_jensen_shannon();
     header.mutable_terms(0)->clear_targets();
     header.mutable_terms(0)->mutable_teacher_hidden()->set_head(teacher_.name());
     header.mutable_terms(0)->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
-    return header;
-  }
-  // `total`: rows of the set.
-  v1::MicroBatchHeader Joined(const TestHead& head, int64_t micro_batch, int64_t row_count, const std::string& key, int64_t total) {
-    v1::MicroBatchHeader header = Jsd(head, micro_batch, row_count);
-    v1::JoinedTeacher* const joined = header.mutable_terms(0)->mutable_joined_teacher();
-    joined->set_head(teacher_.name());
-    joined->set_join_key(key);
-    joined->set_total_row_count(total);
-    joined->set_data_type(v1::DATA_TYPE_FLOAT32);
     return header;
   }
   static v1::StreamTeacherHeader TeacherHeader(const std::string& key, int64_t total, const std::vector<int32_t>& indices = {}) {
@@ -160,10 +153,8 @@ TEST_F(RowSources, RowsAndGradientInARegionAreTheSameMicroBatch) {
     const std::string region = memory.Register(*server_, session_);
     v1::MicroBatchHeader header = Header(head, 0, rows);
     header.set_session_id(session_);
-    header.mutable_hidden_rows()->set_region_id(region);
-    header.mutable_hidden_rows()->set_offset_bytes(64);
-    header.mutable_grad_hidden_rows()->set_region_id(region);
-    header.mutable_grad_hidden_rows()->set_offset_bytes(64 + bytes);
+    Place(header.mutable_hidden_rows(), region, 64);
+    Place(header.mutable_grad_hidden_rows(), region, 64 + bytes);
     const LossReply shared = server_->MustCompute(header, "");
     EXPECT_EQ(shared.summary.transport(), "shared_memory");
     EXPECT_TRUE(shared.grad_hidden.empty());
@@ -191,7 +182,7 @@ TEST_F(RowSources, ATeachersRowsMayLieInARegionToo) {
   memory.Put(Rows(kRows, kTeacherColumns, 9), 0);
   v1::MicroBatchHeader header = Jsd(head, 0, kRows);
   header.set_session_id(session_);
-  header.mutable_terms(0)->mutable_teacher_hidden()->mutable_rows()->set_region_id(memory.Register(*server_, session_));
+  Place(header.mutable_terms(0)->mutable_teacher_hidden()->mutable_rows(), memory.Register(*server_, session_));
   const LossReply mixed = server_->MustCompute(header, Rows(kRows), "", {.chunk_rows = 500});
   EXPECT_EQ(mixed.summary.transport(), "grpc");  // the hidden states' path
   const LossReply plain = server_->Compute(Jsd(head, 0, kRows), Rows(kRows), Rows(kRows, kTeacherColumns, 9), {.chunk_rows = 500});
@@ -216,15 +207,11 @@ TEST_F(RowSources, WhatIsHeldOutlivesTheRegion) {
   header.set_session_id(session_);
   header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
   header.set_late_token_factors(true);
-  header.mutable_hidden_rows()->set_region_id(memory.Register(*server_, session_));
+  Place(header.mutable_hidden_rows(), memory.Register(*server_, session_));
   const LossReply held = server_->MustCompute(header, "");
   EXPECT_EQ(held.summary.form(), v1::CONTRIBUTION_FORM_HELD);
   memory.Put(std::string(kRows * kColumns * 4, '\1'), 0);  // the client's again
-  v1::CommitMicroBatchRequest commit;
-  *commit.add_heads() = server_->At(head, 0);
-  commit.set_micro_batch(0);
-  commit.set_session_id(session_);
-  EXPECT_EQ(ReasonOf(server_->Commit(commit)), "OK");
+  EXPECT_EQ(ReasonOf(server_->Commit(head, 0, 0, 1, session_)), "OK");
   EXPECT_EQ(Floats(server_->Gradient(head)), Floats(server_->Gradient(witness)));
 }
 
@@ -253,9 +240,8 @@ TEST_F(RowSources, APassedRegionGoesWithItsSessionAndItsCalls) {
   EXPECT_EQ(server_->MetricLine("headwater_region_bytes{kind=\"shared\"}"), "headwater_region_bytes{kind=\"shared\"} 4096");
   v1::MicroBatchHeader header = Header(head, 0, 3);
   header.set_session_id(session_);
-  header.mutable_hidden_rows()->set_region_id(registered.region_id());
-  header.mutable_grad_hidden_rows()->set_region_id(registered.region_id());
-  header.mutable_grad_hidden_rows()->set_offset_bytes(64);
+  Place(header.mutable_hidden_rows(), registered.region_id());
+  Place(header.mutable_grad_hidden_rows(), registered.region_id(), 64);
   // Rows in a region take none of the server's memory, but the copies of those that will be held do.
   v1::MicroBatchHeader held = header;
   held.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
@@ -287,6 +273,7 @@ TEST_F(RowSources, APassedRegionGoesWithItsSessionAndItsCalls) {
   EXPECT_TRUE(Await([&] { return OpenDescriptors() <= before + 1; }));  // the test's own
 }
 
+// region_registry_test.cc has ranges and truncated files.
 TEST_F(RowSources, RangesThatCannotBeUsedAreRefused) {
   Start();
   const TestHead head = server_->MakeHead("h", SmallSpec());
@@ -294,77 +281,22 @@ TEST_F(RowSources, RangesThatCannotBeUsedAreRefused) {
   NamedMemory memory(128);
   memory.Put(Rows(3), 0);
   const std::string region = memory.Register(*server_, session_);
-  struct Row {
-    const char* what;
-    std::string session;
-    std::string region;
-    int64_t offset;
-    int64_t grad_offset;  // -1: none
-    std::string reason;
-    std::string field;
-  };
-  const Row rows[] = {
-      {"nobody's region", session_, "nobody", 0, -1, "REGION_NOT_FOUND", ""},
-      {"another session's", server_->OpenSession(60000), region, 0, -1, "REGION_NOT_FOUND", ""},
-      {"an offset that wraps", session_, region, INT64_MAX - 3, -1, "INVALID_FIELD", "header.hidden_rows"},
-      {"a gradient over the rows", session_, region, 0, 56, "INVALID_FIELD", "header.grad_hidden_rows"},
-      {"a gradient beyond the end", session_, region, 0, 72, "INVALID_FIELD", "header.grad_hidden_rows"},
-  };
-  for (const Row& row : rows) {
-    SCOPED_TRACE(row.what);
+  const auto refusal = [&](const std::string& session, int64_t offset, int64_t grad_offset) {
     v1::MicroBatchHeader header = Header(head, 0, 3);
-    header.set_session_id(row.session);
-    header.mutable_hidden_rows()->set_region_id(row.region);
-    header.mutable_hidden_rows()->set_offset_bytes(row.offset);
-    if (row.grad_offset >= 0) {
-      header.mutable_grad_hidden_rows()->set_region_id(row.region);
-      header.mutable_grad_hidden_rows()->set_offset_bytes(row.grad_offset);
-    }
+    header.set_session_id(session);
+    Place(header.mutable_hidden_rows(), region, offset);
+    Place(header.mutable_grad_hidden_rows(), region, grad_offset);
     const WireError error = DecodeError(server_->Compute(header, "").status);
-    EXPECT_EQ(error.reason, row.reason) << error.message;
-    if (!row.field.empty()) {
-      EXPECT_THAT(error.at("field"), ::testing::StartsWith(row.field));
-    }
-  }
-  // Truncated after it was registered: the server goes on.
-  v1::MicroBatchHeader header = Header(head, 0, 3);
-  header.set_session_id(session_);
-  header.mutable_hidden_rows()->set_region_id(region);
+    return error.reason + " " + error.at("field");
+  };
+  EXPECT_EQ(refusal(server_->OpenSession(60000), 0, 64), "REGION_NOT_FOUND ");  // another session's
+  EXPECT_EQ(refusal(session_, INT64_MAX - 3, 64), "INVALID_FIELD header.hidden_rows.offset_bytes");
+  EXPECT_EQ(refusal(session_, 0, 56), "INVALID_FIELD header.grad_hidden_rows");               // over the rows
+  EXPECT_EQ(refusal(session_, 0, 72), "INVALID_FIELD header.grad_hidden_rows.offset_bytes");  // beyond the end
   memory.Truncate(10);
-  EXPECT_EQ(ReasonOf(server_->Compute(header, "").status), "INVALID_FIELD");
+  EXPECT_THAT(refusal(session_, 0, 64), ::testing::StartsWith("INVALID_FIELD"));
   EXPECT_TRUE(server_->AwaitNothingInFlight());
   EXPECT_TRUE(server_->Snapshot(head) == before);
-}
-
-TEST_F(RowSources, JoinedRowsAreTheSameMicroBatchInEitherOrder) {
-  Start();
-  for (const int64_t rows : {int64_t{4}, int64_t{3000}}) {
-    for (const bool teacher_first : {true, false}) {
-      SCOPED_TRACE(absl::StrCat(rows, teacher_first ? " teacher first" : " trainer first"));
-      const std::string id = absl::StrCat("h", rows, teacher_first ? "t" : "s");
-      const TestHead head = server_->MakeHead(id, SmallSpec());
-      const std::string teacher_rows = Rows(rows, kTeacherColumns, 9);
-      grpc::Status streamed;
-      std::thread teacher;
-      const auto stream = [&] { streamed = StreamTeacher(TeacherHeader(id, rows), teacher_rows); };
-      if (teacher_first) {
-        stream();
-      } else {
-        teacher = std::thread([&] {
-          EXPECT_TRUE(server_->AwaitInFlight());  // the trainer is there, and waits
-          stream();
-        });
-      }
-      const LossReply joined = server_->Compute(Joined(head, 0, rows, id, rows), Rows(rows), "", {.chunk_rows = 500});
-      if (teacher.joinable()) teacher.join();
-      EXPECT_EQ(ReasonOf(streamed), "OK") << streamed.error_message();
-      ASSERT_EQ(ReasonOf(joined.status), "OK") << joined.status.error_message();
-      const LossReply plain = server_->Compute(Jsd(head, 0, rows), Rows(rows), teacher_rows, {.chunk_rows = 500});
-      EXPECT_TRUE(plain.summary.replayed());
-      EXPECT_EQ(plain.summary.digest(), joined.summary.digest());
-      ExpectSame(joined, plain, joined.grad_hidden);
-    }
-  }
 }
 
 TEST_F(RowSources, ATeachersRowsGoWithTheirSession) {

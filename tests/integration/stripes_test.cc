@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 #include <thread>
-#include <type_traits>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -34,80 +34,35 @@ v1::RowChunk Chunk(const std::string& rows, int64_t row_start, int64_t row_count
                      row_count);
 }
 
-// The bytes of grad_hidden, from wherever its chunks come.
-struct Grad {
-  explicit Grad(int64_t row_count) : bytes(static_cast<size_t>(row_count * kRowBytes), '\0') {}
-  void Take(const v1::RowChunk& chunk) {
-    EXPECT_EQ(chunk.role(), v1::CHUNK_ROLE_GRAD_HIDDEN);
-    EXPECT_EQ(static_cast<int64_t>(chunk.data().size()), chunk.row_count() * kRowBytes);
-    bytes.replace(static_cast<size_t>(chunk.row_start() * kRowBytes), chunk.data().size(), chunk.data());
-    rows += chunk.row_count();
-  }
-  std::string bytes;
+// The bytes of grad_hidden, whichever streams its chunks come on.
+std::string GradHidden(int64_t row_count, const std::vector<std::vector<v1::RowChunk>>& streams) {
+  std::string bytes(static_cast<size_t>(row_count * kRowBytes), '\0');
   int64_t rows = 0;
-};
-
-// A stream of rows, on a connection of its own.
-template <typename Request, typename Response>
-class RowStream {
- public:
-  RowStream(const RowStream&) = delete;
-  RowStream& operator=(const RowStream&) = delete;
-  ~RowStream() {
-    context_.TryCancel();
-    if (!ended_) stream_->Finish();
-  }
-  bool Send(const v1::RowChunk& chunk) {
-    Request request;
-    *request.mutable_chunk() = chunk;
-    return stream_->Write(request);
-  }
-  void HalfClose() { stream_->WritesDone(); }
-  void Cancel() { context_.TryCancel(); }
-  // Reads to the end.
-  grpc::Status End(Grad* grad = nullptr, v1::MicroBatchSummary* summary = nullptr) {
-    Response response;
-    while (stream_->Read(&response)) {
-      if constexpr (std::is_same_v<Response, v1::ComputeLossResponse>) {
-        if (response.has_summary()) {
-          if (summary != nullptr) *summary = response.summary();
-          continue;
-        }
-      }
-      if (grad != nullptr) grad->Take(response.chunk());
+  for (const std::vector<v1::RowChunk>& chunks : streams) {
+    for (const v1::RowChunk& chunk : chunks) {
+      EXPECT_EQ(chunk.role(), v1::CHUNK_ROLE_GRAD_HIDDEN);
+      EXPECT_EQ(static_cast<int64_t>(chunk.data().size()), chunk.row_count() * kRowBytes);
+      bytes.replace(static_cast<size_t>(chunk.row_start() * kRowBytes), chunk.data().size(), chunk.data());
+      rows += chunk.row_count();
     }
-    ended_ = true;
-    return stream_->Finish();
   }
+  EXPECT_EQ(rows, row_count);
+  return bytes;
+}
 
- protected:
-  explicit RowStream(const WireServer& server) : channel_(server.NewChannel()), stub_(v1::LossService::NewStub(channel_)) {}
-
-  std::shared_ptr<grpc::Channel> channel_;
-  std::unique_ptr<v1::LossService::Stub> stub_;
-  grpc::ClientContext context_;
-  std::unique_ptr<grpc::ClientReaderWriter<Request, Response>> stream_;
-
- private:
-  bool ended_ = false;
+// Both on connections of their own.
+struct Primary : OpenStream {
+  Primary(const WireServer& server, const v1::MicroBatchHeader& header)
+      : OpenStream(*v1::LossService::NewStub(server.NewChannel()), header) {}
 };
 
 struct Stripe : RowStream<v1::TransferRowsRequest, v1::TransferRowsResponse> {
-  Stripe(const WireServer& server, const std::string& transfer_id, int32_t index) : RowStream(server) {
-    stream_ = stub_->TransferRows(&context_);
+  Stripe(const WireServer& server, const std::string& transfer_id, int32_t index) {
+    stream = v1::LossService::NewStub(server.NewChannel())->TransferRows(&context);
     v1::TransferRowsRequest request;
     request.mutable_header()->set_transfer_id(transfer_id);
     request.mutable_header()->set_stripe_index(index);
-    stream_->Write(request);
-  }
-};
-
-struct Primary : RowStream<v1::ComputeLossRequest, v1::ComputeLossResponse> {
-  Primary(const WireServer& server, const v1::MicroBatchHeader& header) : RowStream(server) {
-    stream_ = stub_->ComputeLoss(&context_);
-    v1::ComputeLossRequest request;
-    *request.mutable_header() = header;
-    stream_->Write(request);
+    stream->Write(request);
   }
 };
 
@@ -172,18 +127,16 @@ TEST_F(Stripes, CarryAnyRowsInEitherOrderOfArrival) {
     Stripe two(*server_, id, 2);
     for (int64_t row = 40; row < kRows; row += 5) one.Send(Chunk(rows, row, 5));
     two.Send(Chunk(rows, 20, 20));
-    one.HalfClose();
+    one.stream->WritesDone();
     if (!primary_first) primary = std::make_unique<Primary>(*server_, header);
-    primary->HalfClose();  // it carries nothing up
+    primary->stream->WritesDone();  // it carries nothing up
     two.Send(Chunk(rows, 0, 20));
-    two.HalfClose();
-    Grad grad(kRows);
-    v1::MicroBatchSummary summary;
-    EXPECT_EQ(ReasonOf(primary->End(&grad, &summary)), "OK");
-    EXPECT_EQ(ReasonOf(one.End(&grad)), "OK");
-    EXPECT_EQ(ReasonOf(two.End(&grad)), "OK");
-    EXPECT_EQ(grad.rows, kRows);
-    EXPECT_TRUE(grad.bytes == expected.grad_hidden);
+    two.stream->WritesDone();
+    EXPECT_EQ(ReasonOf(primary->End()), "OK");
+    EXPECT_EQ(ReasonOf(one.End()), "OK");
+    EXPECT_EQ(ReasonOf(two.End()), "OK");
+    EXPECT_TRUE(GradHidden(kRows, {primary->grad_hidden, one.grad_hidden, two.grad_hidden}) == expected.grad_hidden);
+    const v1::MicroBatchSummary& summary = primary->summary;
     EXPECT_EQ(summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
     EXPECT_EQ(summary.transport(), "grpc");
     EXPECT_EQ(summary.terms(0).sums().SerializeAsString(), expected.summary.terms(0).sums().SerializeAsString());
@@ -208,10 +161,9 @@ TEST_F(Stripes, AreNotNeededWhenTheOthersBringEveryRow) {
   Stripe stripe(*server_, Id('a'), 2);
   EXPECT_TRUE(stripe.Send(Chunk(rows, 0, 3)));
   EXPECT_TRUE(primary.Send(Chunk(rows, 3, 3)));  // nobody half-closes, and two stripes never come
-  Grad grad(6);
-  EXPECT_EQ(ReasonOf(primary.End(&grad)), "OK");
-  EXPECT_EQ(ReasonOf(stripe.End(&grad)), "OK");
-  EXPECT_EQ(grad.rows, 6);
+  EXPECT_EQ(ReasonOf(primary.End()), "OK");
+  EXPECT_EQ(ReasonOf(stripe.End()), "OK");
+  GradHidden(6, {primary.grad_hidden, stripe.grad_hidden});
 }
 
 TEST_F(Stripes, HaveEachTheirIndex) {
@@ -253,12 +205,11 @@ TEST_P(BrokenStripe, EndsTheAttemptAndChangesNothing) {
   Primary primary(*server_, Header(0, kRows, Id('a'), 2));
   primary.Send(Chunk(rows, 0, 2000));
   if (GetParam() >= Moment::kSent) stripe->Send(Chunk(rows, 2000, 990));
-  if (GetParam() == Moment::kHalfClosed) stripe->HalfClose();
+  if (GetParam() == Moment::kHalfClosed) stripe->stream->WritesDone();
   if (GetParam() == Moment::kComputing) server_->gate().AwaitWaiting();  // it has begun with the rows that are there
   if (stripe != nullptr) {
     ASSERT_TRUE(server_->AwaitInFlight());
-    stripe->Cancel();
-    EXPECT_THAT(stripe->End().error_code(), AnyOf(grpc::StatusCode::CANCELLED, grpc::StatusCode::ABORTED));
+    EXPECT_THAT(stripe->Cancel().error_code(), AnyOf(grpc::StatusCode::CANCELLED, grpc::StatusCode::ABORTED));
   }
   if (GetParam() == Moment::kComputing) server_->gate().Open();
   const WireError error = DecodeError(primary.End());
@@ -273,48 +224,39 @@ TEST_F(Stripes, ThePrimarysEndIsTheStripes) {
   Stripe stripe(*server_, Id('a'), 1);
   stripe.Send(Chunk(Rows(4), 0, 2));
   ASSERT_TRUE(server_->AwaitInFlight());
-  primary.Cancel();
-  EXPECT_EQ(primary.End().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_EQ(primary.Cancel().error_code(), grpc::StatusCode::CANCELLED);
   // CANCELLED if its rows come when the transfer has been broken by that: they are refused for the same reason.
   EXPECT_THAT(ReasonOf(stripe.End()), AnyOf("STRIPE_LOST", "TRANSFER_NOT_FOUND", "CANCELLED"));
   ExpectUnchangedAndServing(4);
 }
 
+// bad_values_loss.cc has what is refused of a chunk, on the primary stream.
 TEST_F(Stripes, AChunkThatIsRefusedEndsTheTransfer) {
   const std::string rows = Rows(4);
-  struct Row {
-    const char* what;
-    v1::RowChunk chunk;
-    std::string reason;
-  };
-  std::vector<Row> bad = {{"rows that another stream has brought", Chunk(rows, 0, 2), "CHUNK_OUT_OF_RANGE"},
-                          {"rows beyond the end", Chunk(rows, 3, 1), "CHUNK_OUT_OF_RANGE"},
-                          {"no role", Chunk(rows, 2, 1), "MISSING_FIELD"},
-                          {"the gradient's role", Chunk(rows, 2, 1), "INVALID_FIELD"},
-                          {"a term that there is not", Chunk(rows, 2, 1), "INVALID_FIELD"},
-                          {"too few bytes", Chunk(rows, 2, 1), "DATA_LENGTH_MISMATCH"},
-                          {"nothing", v1::RowChunk(), "MISSING_FIELD"}};
-  bad[1].chunk.set_row_count(2);
-  bad[2].chunk.clear_role();
-  bad[3].chunk.set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
-  bad[4].chunk.set_role(v1::CHUNK_ROLE_TEACHER_HIDDEN);
-  bad[4].chunk.set_term_index(1);
-  bad[5].chunk.mutable_data()->pop_back();
+  v1::RowChunk beyond = Chunk(rows, 3, 1);
+  beyond.set_row_count(2);
+  v1::RowChunk no_role = Chunk(rows, 2, 1);
+  no_role.clear_role();
+  v1::RowChunk no_term = Chunk(rows, 2, 1);
+  no_term.set_role(v1::CHUNK_ROLE_TEACHER_HIDDEN);
+  no_term.set_term_index(1);
+  v1::RowChunk short_one = Chunk(rows, 2, 1);
+  short_one.mutable_data()->pop_back();
   Start({});
   char letter = 'a';
-  for (const Row& row : bad) {
-    SCOPED_TRACE(row.what);
+  for (const auto& [chunk, reason] : {std::pair(Chunk(rows, 0, 2), "CHUNK_OUT_OF_RANGE"),  // which the primary has brought
+                                      std::pair(beyond, "CHUNK_OUT_OF_RANGE"), std::pair(no_role, "MISSING_FIELD"),
+                                      std::pair(no_term, "INVALID_FIELD"), std::pair(short_one, "DATA_LENGTH_MISMATCH")}) {
+    SCOPED_TRACE(chunk.ShortDebugString());
     const std::string id = Id(letter++);
     Primary primary(*server_, Header(0, 4, id, 2));
     Stripe stripe(*server_, id, 1);
     ASSERT_TRUE(primary.Send(Chunk(rows, 0, 2)));
     ASSERT_TRUE(server_->AwaitInFlight());
-    stripe.Send(row.chunk);
-    const std::string by_stripe = ReasonOf(stripe.End());
-    const std::string by_primary = ReasonOf(primary.End());
+    stripe.Send(chunk);
     // Whichever of the two brings the rows second is refused.
-    EXPECT_EQ(by_primary, row.reason);
-    EXPECT_THAT(by_stripe, AnyOf(row.reason, "STRIPE_LOST"));
+    EXPECT_THAT(ReasonOf(stripe.End()), AnyOf(reason, "STRIPE_LOST"));
+    EXPECT_EQ(ReasonOf(primary.End()), reason);
     EXPECT_TRUE(server_->AwaitNothingInFlight());
   }
   ExpectUnchangedAndServing(4);
@@ -322,22 +264,16 @@ TEST_F(Stripes, AChunkThatIsRefusedEndsTheTransfer) {
 
 TEST_F(Stripes, ASecondHeaderOrNoMessageIsRefused) {
   Start({});
-  const auto stub = v1::LossService::NewStub(server_->NewChannel());
-  for (const bool second_header : {true, false}) {
-    const std::string id = Id(second_header ? 'a' : 'b');
+  v1::TransferRowsRequest second_header;
+  second_header.mutable_header()->set_transfer_id(Id('a'));
+  second_header.mutable_header()->set_stripe_index(1);
+  for (const auto& [id, message, reason] : {std::tuple(Id('a'), second_header, "PROTOCOL_VIOLATION"),
+                                            std::tuple(Id('b'), v1::TransferRowsRequest(), "MISSING_FIELD")}) {
     Primary primary(*server_, Header(0, 4, id, 2));
-    grpc::ClientContext context;
-    const auto stream = stub->TransferRows(&context);
-    v1::TransferRowsRequest request;
-    request.mutable_header()->set_transfer_id(id);
-    request.mutable_header()->set_stripe_index(1);
-    stream->Write(request);
-    if (!second_header) request.Clear();
-    stream->Write(request);
-    v1::TransferRowsResponse response;
-    EXPECT_FALSE(stream->Read(&response));
-    EXPECT_EQ(ReasonOf(stream->Finish()), second_header ? "PROTOCOL_VIOLATION" : "MISSING_FIELD");
-    EXPECT_EQ(ReasonOf(primary.End()), second_header ? "PROTOCOL_VIOLATION" : "MISSING_FIELD");
+    Stripe stripe(*server_, id, 1);
+    stripe.stream->Write(message);
+    EXPECT_EQ(ReasonOf(stripe.End()), reason);
+    EXPECT_EQ(ReasonOf(primary.End()), reason);
   }
   ExpectUnchangedAndServing(4);
 }
@@ -382,14 +318,11 @@ TEST_F(Stripes, ASlowUploaderHoldsNobodyUp) {
     EXPECT_EQ(server_->MetricLine("headwater_stalls_total"), absl::StrCat("headwater_stalls_total ", stripe_count));
     EXPECT_EQ(server_->MetricLine("headwater_early_starts_total"), absl::StrCat("headwater_early_starts_total ", stripe_count));
     slow.Send(Chunk(rows, kRowsBefore, kStalledRows - kRowsBefore));
-    slow.HalfClose();
-    Grad grad(kStalledRows);
-    v1::MicroBatchSummary summary;
-    EXPECT_EQ(ReasonOf(slow.End(&grad, &summary)), "OK");
-    EXPECT_EQ(summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
-    EXPECT_EQ(grad.rows, kStalledRows);
-    EXPECT_TRUE(grad.bytes == expected.grad_hidden);
-    EXPECT_EQ(summary.terms(0).sums().SerializeAsString(), expected.summary.terms(0).sums().SerializeAsString());
+    slow.stream->WritesDone();
+    EXPECT_EQ(ReasonOf(slow.End()), "OK");
+    EXPECT_EQ(slow.summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
+    EXPECT_TRUE(GradHidden(kStalledRows, {slow.grad_hidden}) == expected.grad_hidden);
+    EXPECT_EQ(slow.summary.terms(0).sums().SerializeAsString(), expected.summary.terms(0).sums().SerializeAsString());
     if (stripe_count == 1) {
       EXPECT_TRUE(server_->Gradient(head_) == server_->Gradient(witness));
     }

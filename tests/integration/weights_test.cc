@@ -1,15 +1,13 @@
-// Weights in and out: resumable uploads, checksums, downloads, files, checkpoints.
+// Weights in and out: resumable uploads, checksums, downloads, checkpoints; and when a head is in use.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <xxhash.h>
 
-#include <chrono>
 #include <deque>
+#include <filesystem>
 #include <string>
-#include <thread>
-#include <vector>
 
-#include "tests/integration/support/faulty_disk.h"
+#include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
@@ -158,90 +156,117 @@ TEST_P(Weights, DownloadsResumeAnywhereOnAnElement) {
 TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {
   WireServer server;
   const TestHead head = server.MakeHead("h", SmallSpec());
-  const WireError error = DecodeError(SaveAs(server, head, "c"));
-  EXPECT_EQ(error.reason, "STORAGE_NOT_CONFIGURED");
-  EXPECT_EQ(error.at("expected"), "--checkpoint_directory");
-  v1::LoadWeightsRequest load;
-  load.set_name(head.name());
-  load.set_epoch(head.head.epoch());
-  load.set_path("w.safetensors");
-  EXPECT_EQ(DecodeError(server.Call(&Heads::LoadWeights, load)).at("expected"), "--load_root");
-  v1::ListCheckpointsRequest list;
-  list.set_name(head.name());
-  EXPECT_EQ(DecodeError(server.Call(&Heads::ListCheckpoints, list)).at("expected"), "--checkpoint_directory");
-  v1::DeleteCheckpointRequest remove;
-  remove.set_name(head.name());
-  remove.set_checkpoint("c");
-  EXPECT_EQ(DecodeError(server.Call(&Heads::DeleteCheckpoint, remove)).at("expected"), "--checkpoint_directory");
-  v1::RestoreCheckpointRequest restore;
-  restore.set_name(head.name());
-  restore.set_epoch(head.head.epoch());
-  restore.set_checkpoint("c");
-  EXPECT_EQ(DecodeError(server.Call(&Heads::RestoreCheckpoint, restore)).at("expected"), "--checkpoint_directory");
-}
-
-// A save reads the weights: micro-batches of its head and of others run beside it.
-TEST(WeightsBeingSaved, KeepNoMicroBatchWaiting) {
-  const TemporaryDirectory root;
-  ServerSetup setup;
-  setup.options.checkpoint_directory = root.path();
-  WireServer server(setup);
-  const TestHead saved = server.MakeHead("saved", SmallSpec());
-  const TestHead other = server.MakeHead("other", SmallSpec());
-  constexpr int64_t kRows = 2000;  // large ones, of which two are at the engine
-  const std::string rows = Bytes(Random(kRows * 5, 5, 1));
-  const auto header = [&](const TestHead& head, int64_t micro_batch) {
-    return CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kRows, 1));
+  const auto missing = [&](auto method, auto request) {
+    request.set_name(head.name());
+    if constexpr (requires { request.set_epoch(""); }) request.set_epoch(head.head.epoch());
+    if constexpr (requires { request.set_checkpoint(""); }) request.set_checkpoint("c");
+    if constexpr (requires { request.set_path(""); }) request.set_path("w.safetensors");
+    const WireError error = DecodeError(server.Call(method, request));
+    EXPECT_EQ(error.reason, "STORAGE_NOT_CONFIGURED");
+    return error.at("expected");
   };
-  disk_hangs = true;
-  std::vector<std::thread> threads;
-  threads.emplace_back([&] { EXPECT_EQ(ReasonOf(SaveAs(server, saved, "x")), "OK"); });
-  EXPECT_TRUE(Await([] { return hanging_writes > 0; }));
-  for (const TestHead* head : {&saved, &other}) {
-    for (int64_t id = 0; id < 2; ++id) {
-      EXPECT_EQ(ReasonOf(server.Compute(header(*head, id), rows, "", {.chunk_rows = 500, .deadline_ms = 20000}).status), "OK");
-    }
-  }
-  EXPECT_GT(hanging_writes, 0);
-  disk_hangs = false;
-  for (std::thread& thread : threads) thread.join();
-  for (int64_t id = 0; id < 2; ++id) EXPECT_EQ(server.Find(saved, id).state(), v1::CONTRIBUTION_STATE_COMMITTED) << id;
+  EXPECT_EQ(missing(&Heads::LoadWeights, v1::LoadWeightsRequest()), "--load_root");
+  EXPECT_EQ(missing(&Heads::SaveCheckpoint, v1::SaveCheckpointRequest()), "--checkpoint_directory");
+  EXPECT_EQ(missing(&Heads::ListCheckpoints, v1::ListCheckpointsRequest()), "--checkpoint_directory");
+  EXPECT_EQ(missing(&Heads::DeleteCheckpoint, v1::DeleteCheckpointRequest()), "--checkpoint_directory");
+  EXPECT_EQ(missing(&Heads::RestoreCheckpoint, v1::RestoreCheckpointRequest()), "--checkpoint_directory");
 }
 
-TEST(WeightsInUpload, TheServersLimitIsTheStores) {
-  WireServer server(WithLimit(&service::Limits::max_upload_bytes, 260));
+TEST(WeightsInUpload, AreFourOfAHeadAndBoundedInBytes) {
+  constexpr int64_t kMost = 4 * 260;
+  WireServer server(WithLimit(&service::Limits::max_upload_bytes, kMost));
   v1::Head head;
+  v1::Head other;
   Require(server.Create("tenants/default/heads/h", SmallSpec(), &head), "CreateHead");
-  Upload first(server, UploadHeader(head, "a"));  // at the limit
-  EXPECT_EQ(first.resume_offset, 0);
-  EXPECT_EQ(server.MetricLine("headwater_upload_bytes"), "headwater_upload_bytes 260");
-  const WireError error = DecodeError(Upload(server, UploadHeader(head, "b")).End());
-  EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
-  EXPECT_EQ(error.at("maximum"), "260");
-  first.context.TryCancel();
-  first.End();
-}
-
-TEST(WeightsInUpload, AreFourOfAHead) {
-  WireServer server;
-  v1::Head head;
-  Require(server.Create("tenants/default/heads/h", SmallSpec(), &head), "CreateHead");
+  Require(server.Create("tenants/default/heads/other", SmallSpec(), &other), "CreateHead");
   std::deque<Upload> uploads;
   for (const char* const id : {"a", "b", "c", "d"}) {
     uploads.emplace_back(server, UploadHeader(head, id));
     EXPECT_EQ(uploads.back().resume_offset, 0) << id;
   }
-  const WireError error = DecodeError(Upload(server, UploadHeader(head, "e")).End());
+  EXPECT_TRUE(server.AwaitMetric("headwater_upload_bytes", kMost));
+  WireError error = DecodeError(Upload(server, UploadHeader(head, "e")).End());
   EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_EQ(error.reason, "QUOTA_EXCEEDED");
   EXPECT_EQ(error.at("field"), "header.upload_id");
   EXPECT_EQ(error.at("limit"), "uploads_per_head");
   EXPECT_EQ(error.at("maximum"), "4");
   EXPECT_EQ(error.at("actual"), "5");
+  error = DecodeError(Upload(server, UploadHeader(other, "e")).End());
+  EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
+  EXPECT_EQ(error.at("maximum"), std::to_string(kMost));
   for (Upload& upload : uploads) {
     upload.context.TryCancel();
     upload.End();
   }
+}
+
+// ---- checkpoints, and heads that go ----------------------------------------------------------------------------------
+
+TEST(Checkpoints, AreListedByPageAndDamagedOnesCanBeDeleted) {
+  const TemporaryDirectory root;
+  ServerSetup setup;
+  setup.options.checkpoint_directory = root.path();
+  WireServer server(setup);
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  for (const char* const id : {"zero", "one", "two"}) Require(SaveAs(server, head, id), "SaveCheckpoint");
+  std::filesystem::resize_file(root.path() + "/default/h/zero/manifest.json", 10);
+  v1::ListCheckpointsRequest list;
+  list.set_name(head.name());
+  list.set_page_size(2);
+  std::string listed;
+  do {
+    v1::ListCheckpointsResponse page;
+    Require(server.Call(&Heads::ListCheckpoints, list, &page), "ListCheckpoints");
+    for (const v1::Checkpoint& one : page.checkpoints()) listed += one.checkpoint() + (one.damaged() ? " damaged, " : ", ");
+    listed += "end of page; ";
+    list.set_page_token(page.next_page_token());
+  } while (!list.page_token().empty());
+  EXPECT_EQ(listed, "two, one, end of page; zero damaged, end of page; ");
+  v1::DeleteCheckpointRequest request;
+  request.set_name(head.name());
+  request.set_checkpoint("zero");
+  Require(server.Call(&Heads::DeleteCheckpoint, request), "DeleteCheckpoint");
+  EXPECT_FALSE(std::filesystem::exists(root.path() + "/default/h/zero"));
+  EXPECT_TRUE(std::filesystem::exists(root.path() + "/default/h/one"));
+}
+
+TEST(IdleHeads, AreSavedAndDeleted) {
+  const TemporaryDirectory root;
+  ServerSetup setup;
+  setup.options.checkpoint_directory = root.path();
+  setup.options.idle_head_timeout = absl::Milliseconds(1000);
+  setup.options.idle_head_checkpoint = true;
+  WireServer server(setup);
+  server.MakeHead("idle", SmallSpec());
+  const TestHead used = server.MakeHead("used", SmallSpec());
+  EXPECT_TRUE(Await([&] {
+    server.Get(used.name());  // a use
+    return server.MetricLine("headwater_expired_heads_total") == "headwater_expired_heads_total 1";
+  }));
+  v1::GetHeadRequest request;
+  request.set_name("tenants/default/heads/idle");
+  EXPECT_EQ(ReasonOf(server.Call(&Heads::GetHead, request)), "HEAD_NOT_FOUND");
+  server.Get(used.name());
+  EXPECT_TRUE(std::filesystem::exists(root.path() + "/default/idle/idle-0"));
+}
+
+TEST(Heads, AreInUseFromTheHeaderOfAMicroBatchOn) {
+  WireServer server(WithLimit(&service::Limits::max_heads_per_tenant, 1));
+  const TestHead head = server.MakeHead("h", SmallSpec());
+  OpenStream upload(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}));  // of which no row comes
+  EXPECT_TRUE(server.AwaitInFlight());
+  v1::DeleteHeadRequest request;
+  request.set_name(head.name());
+  const WireError error = DecodeError(server.Call(&Heads::DeleteHead, request));
+  EXPECT_EQ(error.reason, "HEAD_IN_USE");
+  EXPECT_EQ(error.at("runningCalls"), "1");
+  request.set_force(true);
+  Require(server.Call(&Heads::DeleteHead, request), "DeleteHead with force");
+  // The call ends though its client goes on; with it goes what it kept.
+  EXPECT_EQ(ReasonOf(upload.End()), "HEAD_NOT_FOUND");
+  v1::Head created;
+  EXPECT_EQ(ReasonOf(server.Create(head.name(), SmallSpec(), &created)), "OK");
 }
 
 }  // namespace

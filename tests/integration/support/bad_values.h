@@ -2,6 +2,8 @@
 #ifndef HEADWATER_TESTS_INTEGRATION_SUPPORT_BAD_VALUES_H_
 #define HEADWATER_TESTS_INTEGRATION_SUPPORT_BAD_VALUES_H_
 
+#include <cstdint>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,12 +15,14 @@ namespace headwater::testing {
 inline constexpr char kHeadName[] = "tenants/default/heads/student";     // trainable, fp32 [13, 5], with bias, AdamW
 inline constexpr char kTeacherName[] = "tenants/default/heads/teacher";  // frozen, fp32 [13, 4]
 
+inline const Edit kFar = Int(std::numeric_limits<int64_t>::max());
+inline const Edit kStaleEpoch = Text(std::string(16, 'x'));
+
 // For BadValue::field: the path itself, with [0] behind repeated messages.
 inline constexpr char kThePath[] = "<path>";
 
 // What is done to a request before a row's own edit: paths and edits.
 using Prepare = std::vector<std::pair<std::string, Edit>>;
-inline Prepare Set(const std::string& path, const Edit& edit) { return {{path, edit}}; }
 inline Prepare Join(Prepare first, const Prepare& second) {
   first.insert(first.end(), second.begin(), second.end());
   return first;
@@ -29,11 +33,36 @@ inline Prepare Join(Prepare first, const Prepare& second) {
 struct BadValue {
   std::string rpc;
   std::string path;
-  std::string value;  // in words, for failures
   Edit edit;
   std::string reason;
   std::string field = kThePath;  // metadata `field`; empty: the reason names none
   Prepare prepare = {};
+};
+
+// Rows of one RPC that are being written.
+class BadValues {
+ public:
+  BadValues(std::vector<BadValue>* rows, std::string rpc) : rows_(rows), rpc_(std::move(rpc)) {}
+  // The same RPC below `prefix`, with more done to its request first.
+  BadValues At(const std::string& prefix, const Prepare& prepare = {}) const {
+    BadValues below = *this;
+    below.prefix_ += prefix;
+    below.prepare_ = Join(prepare_, prepare);
+    return below;
+  }
+  // With each of these values each of the fields is refused.
+  void Add(const std::string& reason, const std::vector<std::string>& names, const std::vector<Edit>& values,
+           const std::string& field = kThePath) const {
+    for (const std::string& name : names) {
+      for (const Edit& value : values) rows_->push_back({rpc_, prefix_ + name, value, reason, field, prepare_});
+    }
+  }
+
+ private:
+  std::vector<BadValue>* const rows_;
+  const std::string rpc_;
+  std::string prefix_;
+  Prepare prepare_;
 };
 
 // A field, or with ".*" at its end everything below one, that no value of can make a request bad; and why.
@@ -43,16 +72,15 @@ struct HarmlessField {
   std::string why;
 };
 
-// Rows that several tables have.
+// ---- rows that several RPCs have
 // A session's id.
-void AddSessionRows(const std::string& rpc, const std::string& path, bool required, bool looks_up, std::vector<BadValue>* rows);
+void AddSessionRows(const BadValues& rows, const std::string& name, bool required, bool looks_up);
 // Finite, but not as float32: what factors of losses and gradients must not be.
 inline const std::vector<double> kBeyondFloat32 = {4e38, -4e38};
 // NaN, the infinities, and `bad`.
-void AddNumberRows(const std::string& rpc, const std::string& path, const std::vector<double>& bad, const Prepare& prepare,
-                   std::vector<BadValue>* rows);
-// A HeadStep at `path`; `looks_up`: the head is looked up, and the epoch compared; `step`: it works on a step.
-void AddHeadStepRows(const std::string& rpc, const std::string& path, bool looks_up, bool step, std::vector<BadValue>* rows);
+void AddNumberRows(const BadValues& rows, const std::vector<std::string>& names, const std::vector<double>& bad);
+// A HeadStep; `step`: the call works on a step.
+void AddHeadStepRows(const BadValues& rows, const std::string& name, bool step);
 
 std::vector<BadValue> LossServiceBadValues();
 std::vector<BadValue> HeadServiceBadValues();

@@ -1,6 +1,5 @@
 // Bad values of HeadService's and SessionService's requests, and the fields that have none.
 #include <cmath>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -10,294 +9,229 @@
 namespace headwater::testing {
 namespace {
 
-constexpr int64_t kFar = std::numeric_limits<int64_t>::max();
+const Edit kLongPath = Text(std::string(1025, 'p'));
+const Edit kLargeChunk = Text(std::string((4 << 20) + 1, '\0'));
+const Prepare kFrozen = {{"spec.trainable", Int(0)}};
 
-// The `name` of a head that the RPC looks up.
-void AddNameRows(const std::string& rpc, const std::string& path, bool looks_up, std::vector<BadValue>* rows) {
-  rows->push_back({rpc, path, "empty", Text(""), "MISSING_FIELD"});
-  rows->push_back({rpc, path, "malformed", Text("tenants/default/heads/.."), "INVALID_NAME"});
-  rows->push_back({rpc, path, "too long", Text("tenants/default/heads/" + std::string(65, 'a')), "INVALID_NAME"});
+// The `name` of a head; `looks_up`: it must exist.
+void AddNameRows(const BadValues& rows, const std::string& name, bool looks_up) {
+  rows.Add("MISSING_FIELD", {name}, {Text("")});
+  rows.Add("INVALID_NAME", {name}, {Text("tenants/default/heads/.."), Text("tenants/default/heads/" + std::string(65, 'a'))});
   if (!looks_up) return;
-  rows->push_back({rpc, path, "unknown", Text("tenants/default/heads/nobody"), "HEAD_NOT_FOUND", ""});
-  rows->push_back({rpc, path, "another tenant's", Text("tenants/other/heads/student"), "HEAD_NOT_FOUND", ""});
+  rows.Add("HEAD_NOT_FOUND", {name}, {Text("tenants/default/heads/nobody"), Text("tenants/other/heads/student")}, "");
 }
 
-void AddEpochRows(const std::string& rpc, const std::string& path, bool required, std::vector<BadValue>* rows) {
-  if (required) rows->push_back({rpc, path, "unset", Clear(), "MISSING_FIELD"});
-  rows->push_back({rpc, path, "short", Text("abc"), "INVALID_FIELD"});
-  rows->push_back({rpc, path, "stale", Text(std::string(16, 'x')), "EPOCH_FENCED", ""});
+void AddEpochRows(const BadValues& rows, const std::string& name, bool required) {
+  if (required) rows.Add("MISSING_FIELD", {name}, {Clear()});
+  rows.Add("INVALID_FIELD", {name}, {Text("abc")});
+  rows.Add("EPOCH_FENCED", {name}, {kStaleEpoch}, "");
 }
 
-void AddTensorKindRows(const std::string& rpc, const std::string& path, std::vector<BadValue>* rows) {
-  rows->push_back({rpc, path, "unset", Clear(), "MISSING_FIELD"});
-  rows->push_back({rpc, path, "unknown", Int(9), "INVALID_FIELD"});
+void AddTensorKindRows(const BadValues& rows, const std::string& name) {
+  rows.Add("MISSING_FIELD", {name}, {Clear()});
+  rows.Add("INVALID_FIELD", {name}, {Int(9)});
 }
 
-void AddExpectedRows(const std::string& rpc, std::vector<BadValue>* rows) {
-  rows->push_back({rpc, "expected.count", "negative", Int(-1), "INVALID_FIELD"});
-  rows->push_back({rpc, "expected.count", "above the limit", Int((1 << 16) + 1), "LIMIT_EXCEEDED"});
-  rows->push_back({rpc, "expected.count", "more than there are", Int(9), "MICRO_BATCH_MISSING", ""});
-  rows->push_back(
-      {rpc, "expected.ids", "more than there are", Make(), "MICRO_BATCH_MISSING", "", Set("expected.ids.ids", Ints({0, 1, 2}))});
-  rows->push_back({rpc, "expected.ids.ids", "negative", Ints({-4}), "INVALID_FIELD", "expected.ids.ids[0]"});
-  rows->push_back({rpc, "expected.ids.ids", "twice", Ints({0, 1, 0}), "INVALID_FIELD", "expected.ids.ids[2]"});
+// Of 0 and 1, which are there.
+void AddExpectedRows(const BadValues& rows) {
+  rows.Add("MISSING_FIELD", {"expected"}, {Clear()});
+  rows.At("", {{"expected", Clear()}}).Add("MISSING_FIELD", {"expected"}, {Make()});
+  rows.Add("INVALID_FIELD", {"expected.count"}, {Int(-1)});
+  rows.Add("LIMIT_EXCEEDED", {"expected.count"}, {Int((1 << 16) + 1)});
+  rows.Add("MICRO_BATCH_MISSING", {"expected.count"}, {Int(9)}, "");
+  rows.At("", {{"expected.ids.ids", Ints({0, 1, 2})}}).Add("MICRO_BATCH_MISSING", {"expected.ids"}, {Make()}, "");
+  rows.Add("INVALID_FIELD", {"expected.ids.ids"}, {Ints({-4})}, "expected.ids.ids[0]");
+  rows.Add("INVALID_FIELD", {"expected.ids.ids"}, {Ints({0, 1, 0})}, "expected.ids.ids[2]");
 }
 
-std::vector<BadValue> CreateRows() {
-  const std::string rpc = "CreateHead";
-  std::vector<BadValue> rows = {
-      {rpc, "spec", "unset", Clear(), "MISSING_FIELD"},
-      {rpc, "spec.vocab_size", "zero", Int(0), "INVALID_FIELD"},
-      {rpc, "spec.vocab_size", "negative", Int(-5), "INVALID_FIELD"},
-      {rpc, "spec.vocab_size", "above the limit", Int((1 << 24) + 1), "LIMIT_EXCEEDED"},
-      {rpc, "spec.vocab_size", "far above", Int(kFar), "LIMIT_EXCEEDED"},
-      {rpc, "spec.vocab_size", "beyond the memory", Int(1 << 24), "MEMORY_BUDGET_EXCEEDED", "",
-       Set("spec.hidden_size", Int(1 << 16))},
-      {rpc, "spec.hidden_size", "zero", Int(0), "INVALID_FIELD"},
-      {rpc, "spec.hidden_size", "above the limit", Int((1 << 16) + 1), "LIMIT_EXCEEDED"},
-      {rpc, "spec.data_type", "unset", Clear(), "MISSING_FIELD"},
-      {rpc, "spec.data_type", "INT32", Int(v1::DATA_TYPE_INT32), "DATA_TYPE_MISMATCH"},
-      {rpc, "spec.transform.logit_scale", "zero", Real(0), "INVALID_FIELD"},
-      {rpc, "spec.transform.valid_vocab_size", "zero", Int(0), "INVALID_FIELD"},
-      {rpc, "spec.transform.valid_vocab_size", "beyond the vocabulary", Int(14), "INVALID_FIELD"},
-      {rpc, "spec.trainable", "false with an optimizer", Int(0), "INVALID_COMBINATION", "spec.optimizer"},
-      {rpc, "spec.optimizer", "none chosen", Clear(), "MISSING_FIELD", "spec.optimizer.optimizer", {}},
-      {rpc, "spec.optimizer.adamw", "on a frozen head", Make(), "INVALID_COMBINATION", "spec.optimizer",
-       Set("spec.trainable", Int(0))},
-      {rpc, "spec.optimizer.sgd", "on a frozen head", Make(), "INVALID_COMBINATION", "spec.optimizer",
-       Set("spec.trainable", Int(0))},
-      {rpc, "spec.optimizer.sgd.nesterov", "without momentum", Int(1), "INVALID_COMBINATION"},
-      {rpc, "spec.optimizer.sgd.nesterov", "with dampening", Int(1), "INVALID_COMBINATION", kThePath,
-       Join(Set("spec.optimizer.sgd.momentum", Real(0.9)), Set("spec.optimizer.sgd.dampening", Real(0.1)))},
-      {rpc, "spec.staging_slots", "negative", Int(-1), "INVALID_FIELD"},
-      {rpc, "spec.staging_slots", "above the limit", Int(65), "LIMIT_EXCEEDED"},
-      {rpc, "spec.staging_slots", "on a frozen head", Int(1), "INVALID_COMBINATION", kThePath,
-       Join(Set("spec.trainable", Int(0)), Set("spec.optimizer", Clear()))},
-      {rpc, "spec.low_rank", "negative", Int(-1), "INVALID_FIELD"},
-      {rpc, "spec.low_rank", "given", Int(8), "FEATURE_NOT_BUILT"},
-      {rpc, "spec.initial_step", "negative", Int(-1), "INVALID_FIELD"},
-      {rpc, "spec.parallelism", "of no known kind", Int(99), "INVALID_FIELD"},
-      {rpc, "if_exists", "unknown", Int(9), "INVALID_FIELD"},
-      {rpc, "if_exists", "ATTACH_IF_SAME_SPEC to one of another", Int(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC), "HEAD_SPEC_MISMATCH", "",
-       Set("name", Text(kHeadName))},
-  };
-  // The optimizer message without a choice in it.
-  rows[14].edit = [](google::protobuf::Message* parent, const google::protobuf::FieldDescriptor* field) {
-    parent->GetReflection()->MutableMessage(parent, field)->Clear();
-  };
-  AddNameRows(rpc, "name", false, &rows);
-  rows.push_back({rpc, "name", "of a head that exists", Text(kHeadName), "HEAD_ALREADY_EXISTS", ""});
-  AddNumberRows(rpc, "spec.transform.logit_scale", {}, {}, &rows);
-  AddNumberRows(rpc, "spec.transform.softcap", {0, -1}, {}, &rows);
-  const std::string adamw = "spec.optimizer.adamw.";
-  AddNumberRows(rpc, adamw + "beta1", {-0.1, 1}, {}, &rows);
-  AddNumberRows(rpc, adamw + "beta2", {-0.1, 1}, {}, &rows);
-  AddNumberRows(rpc, adamw + "epsilon", {-1e-9}, {}, &rows);
-  AddNumberRows(rpc, adamw + "weight_decay", {-1e-9, 4e38}, {}, &rows);
-  const std::string sgd = "spec.optimizer.sgd.";
-  AddNumberRows(rpc, sgd + "momentum", {-0.1, 1}, {}, &rows);
-  AddNumberRows(rpc, sgd + "dampening", {-0.1, 1.1}, {}, &rows);
-  AddNumberRows(rpc, sgd + "weight_decay", {-1e-9, 4e38}, {}, &rows);
-  return rows;
+// The 260 bytes of an upload, or the 20 of a part of a gradient.
+void AddByteChunkRows(const BadValues& rows, size_t bytes) {
+  rows.Add("MISSING_FIELD", {"header"}, {Clear()}, "message");
+  rows.Add("PROTOCOL_VIOLATION", {"chunk"}, {Make()}, "header");
+  rows.Add("INVALID_FIELD", {"chunk.offset_bytes"}, {Int(-1)});
+  rows.Add("CHUNK_OUT_OF_RANGE", {"chunk.offset_bytes"}, {Int(4)});
+  rows.Add("CHUNK_OUT_OF_RANGE", {"chunk.data"}, {Text(""), Text(std::string(bytes + 1, '\0'))});
+  rows.Add("LIMIT_EXCEEDED", {"chunk.data"}, {kLargeChunk});
+  rows.Add("PROTOCOL_VIOLATION", {"chunk.data"}, {Text(std::string(8, '\0'))}, "chunk");
 }
 
-std::vector<BadValue> WeightRows() {
-  const std::string upload = "UploadWeights";
-  std::vector<BadValue> rows = {
-      {upload, "header", "unset", Clear(), "MISSING_FIELD", "message"},
-      {upload, "header.upload_id", "empty", Text(""), "MISSING_FIELD"},
-      {upload, "header.upload_id", "long", Text(std::string(65, 'u')), "INVALID_FIELD"},
-      {upload, "header.data_type", "unset", Clear(), "MISSING_FIELD"},
-      {upload, "header.data_type", "INT32", Int(v1::DATA_TYPE_INT32), "DATA_TYPE_MISMATCH"},
-      {upload, "header.data_type", "neither fp32 nor the storage type", Int(v1::DATA_TYPE_FLOAT16), "DATA_TYPE_MISMATCH"},
-      {upload, "header.total_bytes", "zero", Int(0), "INVALID_FIELD"},
-      {upload, "header.total_bytes", "not the tensor's", Int(259), "DATA_LENGTH_MISMATCH"},
-      {upload, "header.total_bytes", "far too many", Int(kFar), "DATA_LENGTH_MISMATCH"},
-      {upload, "header.checksum", "short", Text("abc"), "INVALID_FIELD"},
-      {upload, "header.checksum", "of other bytes", Text(std::string(16, 'c')), "CHECKSUM_MISMATCH"},
-      {upload, "header.closes_step", "negative", Int(-1), "INVALID_FIELD"},
-      {upload, "header.closes_step", "of a step that is open", Int(0), "STEP_NOT_SEALED"},
-      {upload, "header.closes_step", "of another step", Int(7), "STEP_MISMATCH"},
-      {upload, "chunk", "before the header", Make(), "PROTOCOL_VIOLATION", "header"},
-      {upload, "chunk.offset_bytes", "negative", Int(-1), "INVALID_FIELD"},
-      {upload, "chunk.offset_bytes", "behind a gap", Int(4), "CHUNK_OUT_OF_RANGE"},
-      {upload, "chunk.data", "empty", Text(""), "CHUNK_OUT_OF_RANGE"},
-      {upload, "chunk.data", "beyond the total", Text(std::string(261, '\0')), "CHUNK_OUT_OF_RANGE"},
-      {upload, "chunk.data", "above the limit", Text(std::string((4 << 20) + 1, '\0')), "LIMIT_EXCEEDED"},
-      {upload, "chunk.data", "too few in all", Text(std::string(8, '\0')), "PROTOCOL_VIOLATION", "chunk"},
-      {"LoadWeights", "path", "empty", Text(""), "MISSING_FIELD"},
-      {"LoadWeights", "path", "absolute", Text("/etc/passwd"), "INVALID_FIELD"},
-      {"LoadWeights", "path", "out of the root", Text("a/../../b"), "INVALID_FIELD"},
-      {"LoadWeights", "path", "with a zero byte", Text(std::string("a\0b", 3)), "INVALID_FIELD"},
-      {"LoadWeights", "path", "long", Text(std::string(1025, 'p')), "INVALID_FIELD"},
-      {"LoadWeights", "path", "nothing there", Text("nowhere.safetensors"), "WEIGHTS_NOT_FOUND", ""},
-      {"LoadWeights", "weight_tensor", "long", Text(std::string(1025, 'p')), "INVALID_FIELD"},
-      {"LoadWeights", "weight_tensor", "unknown", Text("no.such.tensor"), "WEIGHTS_NOT_FOUND", ""},
-      {"LoadWeights", "bias_tensor", "long", Text(std::string(1025, 'p')), "INVALID_FIELD"},
-      {"LoadWeights", "bias_tensor", "unknown", Text("no.such.tensor"), "WEIGHTS_NOT_FOUND", ""},
-      {"DownloadWeights", "data_type", "INT32", Int(v1::DATA_TYPE_INT32), "DATA_TYPE_MISMATCH"},
-      {"DownloadWeights", "data_type", "neither fp32 nor the storage type", Int(v1::DATA_TYPE_BFLOAT16), "DATA_TYPE_MISMATCH"},
-      {"DownloadWeights", "offset_bytes", "negative", Int(-4), "INVALID_FIELD"},
-      {"DownloadWeights", "offset_bytes", "beyond the end", Int(264), "INVALID_FIELD"},
-      {"DownloadWeights", "offset_bytes", "within an element", Int(6), "INVALID_FIELD"},
-      {"DownloadWeights", "expected_weight_version", "negative", Int(-1), "INVALID_FIELD"},
-      {"DownloadWeights", "expected_weight_version", "another", Int(99), "WEIGHT_VERSION_MISMATCH", ""},
-  };
-  AddNameRows(upload, "header.name", true, &rows);
-  AddEpochRows(upload, "header.epoch", true, &rows);
-  AddTensorKindRows(upload, "header.tensor", &rows);
-  AddNameRows("LoadWeights", "name", true, &rows);
-  AddEpochRows("LoadWeights", "epoch", true, &rows);
-  AddNameRows("DownloadWeights", "name", true, &rows);
-  AddEpochRows("DownloadWeights", "epoch", false, &rows);
-  AddTensorKindRows("DownloadWeights", "tensor", &rows);
-  return rows;
+void AddCreateRows(const BadValues& rows) {
+  const BadValues spec = rows.At("spec.");
+  rows.Add("MISSING_FIELD", {"spec"}, {Clear()});
+  spec.Add("INVALID_FIELD", {"vocab_size"}, {Int(0), Int(-5)});
+  spec.Add("LIMIT_EXCEEDED", {"vocab_size"}, {Int((1 << 24) + 1), kFar});
+  spec.At("", {{"spec.hidden_size", Int(1 << 16)}}).Add("MEMORY_BUDGET_EXCEEDED", {"vocab_size"}, {Int(1 << 24)}, "");
+  spec.Add("INVALID_FIELD", {"hidden_size"}, {Int(0)});
+  spec.Add("LIMIT_EXCEEDED", {"hidden_size"}, {Int((1 << 16) + 1)});
+  spec.Add("MISSING_FIELD", {"data_type"}, {Clear()});
+  spec.Add("DATA_TYPE_MISMATCH", {"data_type"}, {Int(v1::DATA_TYPE_INT32)});
+  spec.Add("INVALID_FIELD", {"transform.logit_scale"}, {Real(0)});
+  spec.Add("INVALID_FIELD", {"transform.valid_vocab_size"}, {Int(0), Int(14)});
+  spec.Add("INVALID_COMBINATION", {"trainable"}, {Int(0)}, "spec.optimizer");
+  spec.Add("MISSING_FIELD", {"optimizer"}, {Empty()}, "spec.optimizer.optimizer");
+  spec.At("", kFrozen).Add("INVALID_COMBINATION", {"optimizer.adamw", "optimizer.sgd"}, {Make()}, "spec.optimizer");
+  spec.Add("INVALID_COMBINATION", {"optimizer.sgd.nesterov"}, {Int(1)});  // without momentum, and with dampening
+  spec.At("", {{"spec.optimizer.sgd.momentum", Real(0.9)}, {"spec.optimizer.sgd.dampening", Real(0.1)}})
+      .Add("INVALID_COMBINATION", {"optimizer.sgd.nesterov"}, {Int(1)});
+  spec.Add("INVALID_FIELD", {"staging_slots", "low_rank", "initial_step"}, {Int(-1)});
+  spec.Add("LIMIT_EXCEEDED", {"staging_slots"}, {Int(65)});
+  spec.At("", Join(kFrozen, {{"spec.optimizer", Clear()}})).Add("INVALID_COMBINATION", {"staging_slots"}, {Int(1)});
+  spec.Add("FEATURE_NOT_BUILT", {"low_rank"}, {Int(8)});
+  spec.Add("INVALID_FIELD", {"parallelism"}, {Int(99)});
+  rows.Add("INVALID_FIELD", {"if_exists"}, {Int(9)});
+  rows.At("", {{"name", Text(kHeadName)}}).Add("HEAD_SPEC_MISMATCH", {"if_exists"}, {Int(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC)}, "");
+  AddNameRows(rows, "name", false);
+  rows.Add("HEAD_ALREADY_EXISTS", {"name"}, {Text(kHeadName)}, "");
+  AddNumberRows(spec, {"transform.logit_scale"}, {});
+  AddNumberRows(spec, {"transform.softcap"}, {0, -1});
+  AddNumberRows(spec, {"optimizer.adamw.beta1", "optimizer.adamw.beta2", "optimizer.sgd.momentum"}, {-0.1, 1});
+  AddNumberRows(spec, {"optimizer.adamw.epsilon"}, {-1e-9});
+  AddNumberRows(spec, {"optimizer.adamw.weight_decay", "optimizer.sgd.weight_decay"}, {-1e-9, 4e38});
+  AddNumberRows(spec, {"optimizer.sgd.dampening"}, {-0.1, 1.1});
 }
 
-std::vector<BadValue> StepRows() {
-  std::vector<BadValue> rows = {
-      {"SealStep", "expected", "unset", Clear(), "MISSING_FIELD"},
-      {"SealStep", "expected", "empty", Make(), "MISSING_FIELD", kThePath, Set("expected", Clear())},
-      {"ApplyOptimizerStep", "expected", "empty", Make(), "MISSING_FIELD", kThePath, Set("expected", Clear())},
-      {"ApplyOptimizerStep", "expected", "unset though the step is open", Clear(), "MISSING_FIELD"},
-      {"ApplyOptimizerStep", "learning_rate", "unset", Clear(), "MISSING_FIELD"},
-      {"ApplyOptimizerStep", "momentum", "of a head with AdamW", Real(0.9), "INVALID_COMBINATION"},
-      {"DownloadGradient", "offset_bytes", "negative", Int(-4), "INVALID_FIELD"},
-      {"DownloadGradient", "offset_bytes", "beyond the end", Int(264), "INVALID_FIELD"},
-      {"DownloadGradient", "offset_bytes", "within an element", Int(6), "INVALID_FIELD"},
-  };
-  AddHeadStepRows("GetStep", "head", true, false, &rows);
+void AddWeightRows(std::vector<BadValue>* table) {
+  const BadValues upload(table, "UploadWeights");
+  AddByteChunkRows(upload, 260);
+  const BadValues header = upload.At("header.");
+  header.Add("MISSING_FIELD", {"upload_id"}, {Text("")});
+  header.Add("INVALID_FIELD", {"upload_id"}, {Text(std::string(65, 'u'))});
+  header.Add("MISSING_FIELD", {"data_type"}, {Clear()});
+  header.Add("DATA_TYPE_MISMATCH", {"data_type"}, {Int(v1::DATA_TYPE_INT32), Int(v1::DATA_TYPE_FLOAT16)});
+  header.Add("INVALID_FIELD", {"total_bytes"}, {Int(0)});
+  header.Add("DATA_LENGTH_MISMATCH", {"total_bytes"}, {Int(259), kFar});
+  header.Add("INVALID_FIELD", {"checksum"}, {Text("abc")});
+  header.Add("CHECKSUM_MISMATCH", {"checksum"}, {Text(std::string(16, 'c'))});
+  header.Add("INVALID_FIELD", {"closes_step"}, {Int(-1)});
+  header.Add("STEP_NOT_SEALED", {"closes_step"}, {Int(0)});
+  header.Add("STEP_MISMATCH", {"closes_step"}, {Int(7)});
+  AddNameRows(header, "name", true);
+  AddEpochRows(header, "epoch", true);
+  AddTensorKindRows(header, "tensor");
+  const BadValues load(table, "LoadWeights");
+  load.Add("MISSING_FIELD", {"path"}, {Text("")});
+  load.Add("INVALID_FIELD", {"path"}, {Text("/etc/passwd"), Text("a/../../b"), Text(std::string("a\0b", 3))});
+  load.Add("INVALID_FIELD", {"path", "weight_tensor", "bias_tensor"}, {kLongPath});
+  load.Add("WEIGHTS_NOT_FOUND", {"path"}, {Text("nowhere.safetensors")}, "");
+  load.Add("WEIGHTS_NOT_FOUND", {"weight_tensor", "bias_tensor"}, {Text("no.such.tensor")}, "");
+  AddNameRows(load, "name", true);
+  AddEpochRows(load, "epoch", true);
+  const BadValues download(table, "DownloadWeights");
+  download.Add("DATA_TYPE_MISMATCH", {"data_type"}, {Int(v1::DATA_TYPE_INT32), Int(v1::DATA_TYPE_BFLOAT16)});
+  download.Add("INVALID_FIELD", {"offset_bytes"}, {Int(-4), Int(264), Int(6)});
+  download.Add("INVALID_FIELD", {"expected_weight_version"}, {Int(-1)});
+  download.Add("WEIGHT_VERSION_MISMATCH", {"expected_weight_version"}, {Int(99)}, "");
+  AddNameRows(download, "name", true);
+  AddEpochRows(download, "epoch", false);
+  AddTensorKindRows(download, "tensor");
+}
+
+void AddStepRows(std::vector<BadValue>* table) {
+  AddHeadStepRows({table, "GetStep"}, "head", false);
   for (const char* rpc : {"SealStep", "ApplyOptimizerStep", "DiscardGradient", "DownloadGradient", "GetGradientNorm"}) {
-    AddHeadStepRows(rpc, "head", true, true, &rows);
+    AddHeadStepRows({table, rpc}, "head", true);
   }
-  AddExpectedRows("SealStep", &rows);
-  AddExpectedRows("ApplyOptimizerStep", &rows);
-  AddTensorKindRows("DownloadGradient", "tensor", &rows);
-  AddNumberRows("DownloadGradient", "gradient_factor", kBeyondFloat32, {}, &rows);
-  AddNumberRows("GetGradientNorm", "gradient_factor", kBeyondFloat32, {}, &rows);
-  const std::string apply = "ApplyOptimizerStep";
-  AddNumberRows(apply, "learning_rate", {-1e-9, 4e38}, {}, &rows);
-  AddNumberRows(apply, "gradient_factor", kBeyondFloat32, {}, &rows);
-  for (const double wrong : {std::nan(""), -1.0, -HUGE_VAL}) {  // 0 and infinity: no clipping
-    rows.push_back({apply, "max_grad_norm", std::to_string(wrong), Real(wrong), "INVALID_FIELD"});
-  }
-  AddNumberRows(apply, "other_grad_norm_squared", {-1e-9}, {}, &rows);
-  AddNumberRows(apply, "weight_decay", {-1e-9, 4e38}, {}, &rows);
-  AddNumberRows(apply, "beta1", {-0.1, 1}, {}, &rows);
-  AddNumberRows(apply, "beta2", {-0.1, 1}, {}, &rows);
-  AddNumberRows(apply, "epsilon", {-1e-9}, {}, &rows);
-  AddNumberRows(apply, "momentum", {-0.1, 1}, {}, &rows);
-  return rows;
+  AddExpectedRows({table, "SealStep"});
+  const BadValues apply(table, "ApplyOptimizerStep");
+  AddExpectedRows(apply);
+  apply.Add("MISSING_FIELD", {"learning_rate"}, {Clear()});
+  apply.Add("INVALID_COMBINATION", {"momentum"}, {Real(0.9)});                                     // of a head with AdamW
+  apply.Add("INVALID_FIELD", {"max_grad_norm"}, {Real(std::nan("")), Real(-1), Real(-HUGE_VAL)});  // 0 and infinity: no clipping
+  AddNumberRows(apply, {"learning_rate", "weight_decay"}, {-1e-9, 4e38});
+  AddNumberRows(apply, {"gradient_factor"}, kBeyondFloat32);
+  AddNumberRows(apply, {"other_grad_norm_squared", "epsilon"}, {-1e-9});
+  AddNumberRows(apply, {"beta1", "beta2", "momentum"}, {-0.1, 1});
+  const BadValues download(table, "DownloadGradient");
+  download.Add("INVALID_FIELD", {"offset_bytes"}, {Int(-4), Int(264), Int(6)});
+  AddTensorKindRows(download, "tensor");
+  AddNumberRows(download, {"gradient_factor"}, kBeyondFloat32);
+  AddNumberRows({table, "GetGradientNorm"}, {"gradient_factor"}, kBeyondFloat32);
 }
 
-std::vector<BadValue> OtherRows() {
-  std::vector<BadValue> rows = {
-      {"ListHeads", "parent", "malformed", Text("tenants/UPPER"), "INVALID_NAME"},
-      {"ListHeads", "page_size", "negative", Int(-1), "INVALID_FIELD"},
-      {"ListHeads", "page_size", "above the maximum", Int(1001), "INVALID_FIELD"},
-      {"ListHeads", "page_token", "made up", Text("second page"), "INVALID_FIELD"},
-      {"ListCheckpoints", "page_size", "negative", Int(-1), "INVALID_FIELD"},
-      {"ListCheckpoints", "page_size", "above the maximum", Int(1001), "INVALID_FIELD"},
-      {"ListCheckpoints", "page_token", "made up", Text("second page"), "INVALID_FIELD"},
-      {"ListCheckpoints", "page_token", "of no checkpoint", Text("nowhere"), "INVALID_FIELD"},
-      {"TakeHead", "name", "of a frozen head", Text(kTeacherName), "HEAD_NOT_TRAINABLE", ""},
-      {"DeleteHead", "force", "false for a head in use", Int(0), "HEAD_IN_USE", ""},
-      {"SaveCheckpoint", "checkpoint", "empty", Text(""), "MISSING_FIELD"},
-      {"SaveCheckpoint", "checkpoint", "out of the directory", Text("../x"), "INVALID_NAME"},
-      {"SaveCheckpoint", "checkpoint", "long", Text(std::string(129, 'c')), "INVALID_NAME"},
-      {"SaveCheckpoint", "overwrite", "false for one that exists", Int(0), "CHECKPOINT_ALREADY_EXISTS", "",
-       Set("checkpoint", Text("there"))},
-      {"RestoreCheckpoint", "checkpoint", "empty", Text(""), "MISSING_FIELD"},
-      {"RestoreCheckpoint", "checkpoint", "out of the directory", Text("a/b"), "INVALID_NAME"},
-      {"RestoreCheckpoint", "checkpoint", "unknown", Text("nowhere"), "CHECKPOINT_NOT_FOUND", ""},
-      {"DeleteCheckpoint", "checkpoint", "empty", Text(""), "MISSING_FIELD"},
-      {"DeleteCheckpoint", "checkpoint", "out of the directory", Text("a/b"), "INVALID_NAME"},
-  };
-  for (const char* rpc : {"GetHead", "TakeHead", "DeleteHead", "SaveCheckpoint", "RestoreCheckpoint"})
-    AddNameRows(rpc, "name", true, &rows);
-  AddNameRows("ListCheckpoints", "name", false, &rows);
-  AddNameRows("DeleteCheckpoint", "name", false, &rows);
-  AddEpochRows("DeleteHead", "epoch", false, &rows);
-  AddEpochRows("TakeHead", "epoch", false, &rows);
+void AddOtherRows(std::vector<BadValue>* table) {
+  const BadValues heads(table, "ListHeads"), checkpoints(table, "ListCheckpoints");
+  heads.Add("INVALID_NAME", {"parent"}, {Text("tenants/UPPER")});
+  for (const BadValues& list : {heads, checkpoints}) {
+    list.Add("INVALID_FIELD", {"page_size"}, {Int(-1), Int(1001)});
+    list.Add("INVALID_FIELD", {"page_token"}, {Text("second page")});
+  }
+  checkpoints.Add("INVALID_FIELD", {"page_token"}, {Text("nowhere")});
+  for (const char* rpc : {"GetHead", "TakeHead", "DeleteHead", "SaveCheckpoint", "RestoreCheckpoint"}) {
+    AddNameRows({table, rpc}, "name", true);
+  }
+  for (const char* rpc : {"ListCheckpoints", "DeleteCheckpoint"}) AddNameRows({table, rpc}, "name", false);
+  for (const char* rpc : {"DeleteHead", "TakeHead"}) AddEpochRows({table, rpc}, "epoch", false);
+  for (const char* rpc : {"SaveCheckpoint", "RestoreCheckpoint"}) AddEpochRows({table, rpc}, "epoch", true);
+  const BadValues take(table, "TakeHead");
+  take.Add("HEAD_NOT_TRAINABLE", {"name"}, {Text(kTeacherName)}, "");
   const std::string epoch(16, 'x');
-  rows.push_back({"TakeHead", "recovers_epochs", "an empty one", Texts({epoch, ""}), "MISSING_FIELD", "recovers_epochs[1]"});
-  rows.push_back({"TakeHead", "recovers_epochs", "a short one", Texts({"abc"}), "INVALID_FIELD", "recovers_epochs[0]"});
-  rows.push_back({"TakeHead", "recovers_epochs", "too many", Texts(std::vector<std::string>(17, epoch)), "INVALID_FIELD"});
-  AddEpochRows("SaveCheckpoint", "epoch", true, &rows);
-  AddEpochRows("RestoreCheckpoint", "epoch", true, &rows);
-  return rows;
+  take.Add("MISSING_FIELD", {"recovers_epochs"}, {Texts({epoch, ""})}, "recovers_epochs[1]");
+  take.Add("INVALID_FIELD", {"recovers_epochs"}, {Texts({"abc"})}, "recovers_epochs[0]");
+  take.Add("INVALID_FIELD", {"recovers_epochs"}, {Texts(std::vector<std::string>(17, epoch))});
+  BadValues(table, "DeleteHead").Add("HEAD_IN_USE", {"force"}, {Int(0)}, "");
+  const BadValues save(table, "SaveCheckpoint"), restore(table, "RestoreCheckpoint"), remove(table, "DeleteCheckpoint");
+  for (const BadValues& rows : {save, restore, remove}) {
+    rows.Add("MISSING_FIELD", {"checkpoint"}, {Text("")});
+    rows.Add("INVALID_NAME", {"checkpoint"}, {Text("../x"), Text("a/b"), Text(std::string(129, 'c'))});
+  }
+  save.At("", {{"checkpoint", Text("there")}}).Add("CHECKPOINT_ALREADY_EXISTS", {"overwrite"}, {Int(0)}, "");
+  restore.Add("CHECKPOINT_NOT_FOUND", {"checkpoint"}, {Text("nowhere")}, "");
 }
 
-std::vector<BadValue> AddGradientRows() {
-  const std::string rpc = "AddGradient";
-  std::vector<BadValue> rows = {
-      {rpc, "header", "unset", Clear(), "MISSING_FIELD", "message"},
-      {rpc, "header.micro_batch", "unset", Clear(), "MISSING_FIELD"},
-      {rpc, "header.micro_batch", "negative", Int(-1), "INVALID_FIELD"},
-      {rpc, "header.micro_batch", "of other rows", Int(0), "MICRO_BATCH_CONFLICT", ""},
-      {rpc, "header.attempt", "negative", Int(-1), "INVALID_FIELD"},
-      {rpc, "header.row_start", "negative", Int(-1), "INVALID_FIELD"},
-      {rpc, "header.row_start", "beyond the weight", Int(13), "INVALID_FIELD"},
-      {rpc, "header.row_count", "zero", Int(0), "INVALID_FIELD"},
-      {rpc, "header.row_count", "beyond the weight", Int(14), "INVALID_FIELD"},
-      {rpc, "header.row_count", "far beyond", Int(kFar), "INVALID_FIELD", kThePath, Set("header.row_start", Int(1))},
-      {rpc, "header.row_count", "more than the bytes'", Int(2), "PROTOCOL_VIOLATION", "chunk"},
-      {rpc, "chunk", "before the header", Make(), "PROTOCOL_VIOLATION", "header"},
-      {rpc, "chunk.offset_bytes", "negative", Int(-1), "INVALID_FIELD"},
-      {rpc, "chunk.offset_bytes", "behind a gap", Int(4), "CHUNK_OUT_OF_RANGE"},
-      {rpc, "chunk.data", "empty", Text(""), "CHUNK_OUT_OF_RANGE"},
-      {rpc, "chunk.data", "beyond the total", Text(std::string(21, '\0')), "CHUNK_OUT_OF_RANGE"},
-      {rpc, "chunk.data", "above the limit", Text(std::string((4 << 20) + 1, '\0')), "LIMIT_EXCEEDED"},
-      {rpc, "chunk.data", "too few in all", Text(std::string(8, '\0')), "PROTOCOL_VIOLATION", "chunk"},
-  };
-  AddHeadStepRows(rpc, "header.head", true, true, &rows);
-  AddNumberRows(rpc, "header.factor", kBeyondFloat32, {}, &rows);
-  AddSessionRows(rpc, "header.session_id", false, true, &rows);
-  return rows;
+void AddGradientRows(const BadValues& rows) {
+  AddByteChunkRows(rows, 20);
+  const BadValues header = rows.At("header.");
+  header.Add("MISSING_FIELD", {"micro_batch"}, {Clear()});
+  header.Add("INVALID_FIELD", {"micro_batch", "attempt", "row_start"}, {Int(-1)});
+  header.Add("MICRO_BATCH_CONFLICT", {"micro_batch"}, {Int(0)}, "");
+  header.Add("INVALID_FIELD", {"row_start"}, {Int(13)});
+  header.Add("INVALID_FIELD", {"row_count"}, {Int(0), Int(14)});
+  header.At("", {{"header.row_start", Int(1)}}).Add("INVALID_FIELD", {"row_count"}, {kFar});
+  header.Add("PROTOCOL_VIOLATION", {"row_count"}, {Int(2)}, "chunk");
+  AddHeadStepRows(header, "head", true);
+  AddNumberRows(header, {"factor"}, kBeyondFloat32);
+  AddSessionRows(header, "session_id", false, true);
 }
 
 }  // namespace
 
 std::vector<BadValue> HeadServiceBadValues() {
-  std::vector<BadValue> rows = CreateRows();
-  for (const auto& more : {WeightRows(), StepRows(), OtherRows(), AddGradientRows()})
-    rows.insert(rows.end(), more.begin(), more.end());
-  return rows;
+  std::vector<BadValue> table;
+  AddCreateRows({&table, "CreateHead"});
+  AddWeightRows(&table);
+  AddStepRows(&table);
+  AddOtherRows(&table);
+  AddGradientRows({&table, "AddGradient"});
+  return table;
 }
 
 std::vector<BadValue> SessionServiceBadValues() {
-  std::vector<BadValue> rows = {
-      {"OpenSession", "client_name", "long", Text(std::string(129, 'n')), "INVALID_FIELD"},
-      {"OpenSession", "lease.seconds", "negative", Int(-1), "INVALID_FIELD"},
-      {"OpenSession", "lease.seconds", "beyond a Duration's range", Int(315576000001), "INVALID_FIELD"},
-      {"OpenSession", "lease.nanos", "negative", Int(-1), "INVALID_FIELD"},
-      {"OpenSession", "lease.nanos", "a second", Int(1000000000), "INVALID_FIELD"},
-      {"OpenSession", "lease", "zero", Make(), "INVALID_FIELD"},
-      {"UnregisterSharedMemory", "region_id", "empty", Text(""), "MISSING_FIELD"},
-      {"UnregisterSharedMemory", "region_id", "unknown", Text("r"), "REGION_NOT_FOUND", ""},
-  };
-  AddSessionRows("KeepAlive", "session_id", true, true, &rows);
-  AddSessionRows("CloseSession", "session_id", true, false, &rows);
-  AddSessionRows("RegisterSharedMemory", "session_id", true, true, &rows);
-  AddSessionRows("UnregisterSharedMemory", "session_id", true, true, &rows);
-  const std::string rpc = "RegisterSharedMemory";
-  rows.push_back({rpc, "descriptor_token", "no source", Clear(), "MISSING_FIELD", "source"});
-  rows.push_back({rpc, "descriptor_token", "empty", Text(""), "MISSING_FIELD"});
-  rows.push_back({rpc, "descriptor_token", "any, without a socket", Text("t"), "STORAGE_NOT_CONFIGURED", ""});
-  rows.push_back({rpc, "shared_memory_name", "empty", Text(""), "INVALID_NAME"});
-  rows.push_back({rpc, "shared_memory_name", "out of the folder", Text("../mem"), "INVALID_NAME"});
-  rows.push_back({rpc, "shared_memory_name", "of somebody else's", Text("nccl-x"), "INVALID_NAME"});
-  rows.push_back(
-      {rpc, "shared_memory_name", "any, where names are not allowed", Text("headwater-x"), "STORAGE_NOT_CONFIGURED", ""});
-  rows.push_back({rpc, "cuda_ipc_handle", "short", Text("abc"), "INVALID_FIELD"});
-  rows.push_back({rpc, "cuda_ipc_handle", "any, without a device", Text(std::string(64, 'h')), "FEATURE_NOT_BUILT", ""});
-  rows.push_back({rpc, "cuda_event_handle", "without memory", Text(std::string(64, 'e')), "INVALID_COMBINATION"});
-  rows.push_back({rpc, "cuda_event_handle", "short", Text("abc"), "INVALID_FIELD", kThePath,
-                  Set("cuda_ipc_handle", Text(std::string(64, 'h')))});
-  rows.push_back({rpc, "size_bytes", "zero", Int(0), "INVALID_FIELD"});
-  rows.push_back({rpc, "offset_bytes", "negative", Int(-1), "INVALID_FIELD"});
-  rows.push_back({rpc, "offset_bytes", "wraps with the size", Int(kFar), "INVALID_FIELD"});
-  return rows;
+  std::vector<BadValue> table;
+  const BadValues open(&table, "OpenSession");
+  open.Add("INVALID_FIELD", {"client_name"}, {Text(std::string(129, 'n'))});
+  open.Add("INVALID_FIELD", {"lease.seconds"}, {Int(-1), Int(315576000001)});  // beyond a Duration's range
+  open.Add("INVALID_FIELD", {"lease.nanos"}, {Int(-1), Int(1000000000)});
+  open.Add("INVALID_FIELD", {"lease"}, {Make()});  // 0
+  const BadValues unregister(&table, "UnregisterSharedMemory");
+  unregister.Add("MISSING_FIELD", {"region_id"}, {Text("")});
+  unregister.Add("REGION_NOT_FOUND", {"region_id"}, {Text("r")}, "");
+  for (const char* rpc : {"KeepAlive", "CloseSession", "RegisterSharedMemory", "UnregisterSharedMemory"}) {
+    AddSessionRows({&table, rpc}, "session_id", true, std::string(rpc) != "CloseSession");
+  }
+  const BadValues rows(&table, "RegisterSharedMemory");
+  const Edit handle = Text(std::string(64, 'h'));
+  rows.Add("MISSING_FIELD", {"descriptor_token"}, {Clear()}, "source");
+  rows.Add("MISSING_FIELD", {"descriptor_token"}, {Text("")});
+  rows.Add("STORAGE_NOT_CONFIGURED", {"descriptor_token"}, {Text("t")}, "");
+  rows.Add("INVALID_NAME", {"shared_memory_name"}, {Text(""), Text("../mem"), Text("nccl-x")});
+  rows.Add("STORAGE_NOT_CONFIGURED", {"shared_memory_name"}, {Text("headwater-x")}, "");
+  rows.Add("INVALID_FIELD", {"cuda_ipc_handle"}, {Text("abc")});
+  rows.Add("FEATURE_NOT_BUILT", {"cuda_ipc_handle"}, {handle}, "");
+  rows.Add("INVALID_COMBINATION", {"cuda_event_handle"}, {handle});  // without memory
+  rows.At("", {{"cuda_ipc_handle", handle}}).Add("INVALID_FIELD", {"cuda_event_handle"}, {Text("abc")});
+  rows.Add("INVALID_FIELD", {"size_bytes"}, {Int(0)});
+  rows.Add("INVALID_FIELD", {"offset_bytes"}, {Int(-1), kFar});
+  return table;
 }
 
 std::vector<HarmlessField> HarmlessFields() {

@@ -2,7 +2,9 @@
 
 #include <stdexcept>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 
 namespace headwater::testing {
 namespace {
@@ -47,54 +49,61 @@ void CollectPaths(const Descriptor& descriptor, const std::string& prefix, std::
 }  // namespace
 
 Edit Clear() {
-  return [](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->ClearField(parent, field); };
+  return {"unset", [](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->ClearField(parent, field); }};
 }
 
 Edit Make() {
-  return [](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->MutableMessage(parent, field); };
+  return {"set", [](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->MutableMessage(parent, field); }};
+}
+
+Edit Empty() {
+  return {"empty",
+          [](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->MutableMessage(parent, field)->Clear(); }};
 }
 
 Edit Times(int count) {
-  return [count](Message* parent, const FieldDescriptor* field) {
-    const auto* reflection = parent->GetReflection();
-    while (reflection->FieldSize(*parent, field) < count) {
-      Message* const added = reflection->AddMessage(parent, field);
-      added->CopyFrom(reflection->GetRepeatedMessage(*parent, field, 0));
-    }
-  };
+  return {absl::StrCat(count, " times"), [count](Message* parent, const FieldDescriptor* field) {
+            const auto* reflection = parent->GetReflection();
+            while (reflection->FieldSize(*parent, field) < count) {
+              Message* const added = reflection->AddMessage(parent, field);
+              added->CopyFrom(reflection->GetRepeatedMessage(*parent, field, 0));
+            }
+          }};
 }
 
 Edit Int(int64_t value) {
-  return [value](Message* parent, const FieldDescriptor* field) { SetInteger(parent, field, value); };
+  return {absl::StrCat(value), [value](Message* parent, const FieldDescriptor* field) { SetInteger(parent, field, value); }};
 }
 
 Edit Ints(const std::vector<int64_t>& values) {
-  return [values](Message* parent, const FieldDescriptor* field) {
-    parent->GetReflection()->ClearField(parent, field);
-    for (const int64_t value : values) SetInteger(parent, field, value);
-  };
+  return {absl::StrJoin(values, ", "), [values](Message* parent, const FieldDescriptor* field) {
+            parent->GetReflection()->ClearField(parent, field);
+            for (const int64_t value : values) SetInteger(parent, field, value);
+          }};
 }
 
 Edit Real(double value) {
-  return [value](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->SetDouble(parent, field, value); };
+  return {absl::StrCat(value),
+          [value](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->SetDouble(parent, field, value); }};
 }
 
 Edit Text(const std::string& value) {
-  return [value](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->SetString(parent, field, value); };
+  return {absl::StrCat(value.size(), " bytes: ", absl::CHexEscape(value.substr(0, 80))),
+          [value](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->SetString(parent, field, value); }};
 }
 
 Edit Texts(const std::vector<std::string>& values) {
-  return [values](Message* parent, const FieldDescriptor* field) {
-    parent->GetReflection()->ClearField(parent, field);
-    for (const std::string& value : values) parent->GetReflection()->AddString(parent, field, value);
-  };
+  return {absl::StrJoin(values, ", "), [values](Message* parent, const FieldDescriptor* field) {
+            parent->GetReflection()->ClearField(parent, field);
+            for (const std::string& value : values) parent->GetReflection()->AddString(parent, field, value);
+          }};
 }
 
 void Apply(Message* message, const std::string& path, const Edit& edit) {
   const size_t dot = path.find('.');
   const FieldDescriptor* const field = message->GetDescriptor()->FindFieldByName(path.substr(0, dot));
   if (field == nullptr) throw std::logic_error(absl::StrCat(message->GetDescriptor()->full_name(), " has no ", path));
-  if (dot == std::string::npos) return edit(message, field);
+  if (dot == std::string::npos) return edit.apply(message, field);
   const auto* reflection = message->GetReflection();
   Message* next = nullptr;
   if (!field->is_repeated()) {

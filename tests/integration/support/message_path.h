@@ -12,11 +12,15 @@
 
 namespace headwater::testing {
 
-// What is done to a field.
-using Edit = std::function<void(google::protobuf::Message* parent, const google::protobuf::FieldDescriptor* field)>;
+// What is done to a field, and the same in words.
+struct Edit {
+  std::string what;
+  std::function<void(google::protobuf::Message* parent, const google::protobuf::FieldDescriptor* field)> apply;
+};
 
 Edit Clear();                                   // absent, or empty if repeated
 Edit Make();                                    // a message field: present, as it is
+Edit Empty();                                   // a message field: present, without fields
 Edit Times(int count);                          // a repeated message: its element 0 so many times
 Edit Int(int64_t value);                        // any integer, enum or bool field; one more element if repeated
 Edit Ints(const std::vector<int64_t>& values);  // all elements of a repeated one

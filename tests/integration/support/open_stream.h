@@ -4,9 +4,11 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "headwater/v1/loss_service.grpc.pb.h"
 
@@ -30,30 +32,46 @@ grpc::Status EndOf(grpc::ClientReaderWriter<Request, Response>& stream) {
   return stream.Finish();
 }
 
-// A ComputeLoss call. Sends its header at once, and the first rows if there are any; open until half-closed, cancelled or answered.
-struct OpenStream {
+// A stream that carries rows; open until half-closed, cancelled or answered.
+template <typename Request, typename Response>
+struct RowStream {
   grpc::ClientContext context;
-  std::unique_ptr<grpc::ClientReaderWriter<v1::ComputeLossRequest, v1::ComputeLossResponse>> stream;
+  std::unique_ptr<grpc::ClientReaderWriter<Request, Response>> stream;
+  // What has come, once it has ended.
+  std::vector<v1::RowChunk> grad_hidden;
+  v1::MicroBatchSummary summary;
 
+  RowStream() { context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60)); }
+  bool Send(const v1::RowChunk& chunk) {
+    Request request;
+    *request.mutable_chunk() = chunk;
+    return stream->Write(request);
+  }
+  grpc::Status End() {
+    Response response;
+    while (stream->Read(&response)) {
+      if (response.has_chunk()) grad_hidden.push_back(response.chunk());
+      if constexpr (requires { response.summary(); }) {
+        if (response.has_summary()) summary = response.summary();
+      }
+    }
+    return stream->Finish();
+  }
+  grpc::Status Cancel() {
+    context.TryCancel();
+    return End();
+  }
+};
+
+// A ComputeLoss call. Sends its header at once, and the first rows if there are any.
+struct OpenStream : RowStream<v1::ComputeLossRequest, v1::ComputeLossResponse> {
   // `rows`: `row_count` of the first rows' bytes.
   OpenStream(v1::LossService::Stub& stub, const v1::MicroBatchHeader& header, const std::string& rows = "", int64_t row_count = 0) {
     stream = stub.ComputeLoss(&context);
     v1::ComputeLossRequest request;
     *request.mutable_header() = header;
     stream->Write(request);
-    if (row_count == 0) return;
-    *request.mutable_chunk() = HiddenChunk(rows, 0, row_count);
-    stream->Write(request);
-  }
-  bool Send(const v1::RowChunk& chunk) {
-    v1::ComputeLossRequest request;
-    *request.mutable_chunk() = chunk;
-    return stream->Write(request);
-  }
-  grpc::Status End() { return EndOf(*stream); }
-  grpc::Status Cancel() {
-    context.TryCancel();
-    return End();
+    if (row_count > 0) Send(HiddenChunk(rows, 0, row_count));
   }
 };
 

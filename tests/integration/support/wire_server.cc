@@ -4,22 +4,13 @@
 #include <chrono>
 #include <cstring>
 #include <random>
-#include <stdexcept>
 #include <thread>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "headwater/kernels/error.h"
 
 namespace headwater::testing {
-namespace {
-
-template <typename T>
-T Valued(absl::StatusOr<T> value, const std::string& what) {
-  if (!value.ok()) throw std::runtime_error(absl::StrCat(what, ": ", value.status().message()));
-  return *std::move(value);
-}
-
-}  // namespace
 
 std::string WireError::at(const std::string& key) const {
   const auto found = metadata.find(key);
@@ -44,6 +35,14 @@ WireError DecodeError(const grpc::Status& status) {
     }
   }
   return error;
+}
+
+absl::StatusCode CodeOf(const std::string& reason) {
+#define HEADWATER_CODE_OF(enumerator, name, code) \
+  if (reason == #name) return absl::StatusCode::code;
+  HEADWATER_ERROR_REASONS(HEADWATER_CODE_OF)
+#undef HEADWATER_CODE_OF
+  return absl::StatusCode::kUnknown;
 }
 
 std::string ReasonOf(const grpc::Status& status) {
@@ -216,49 +215,32 @@ v1::HeadStep WireServer::At(const TestHead& head, int64_t step) const {
   return head_step;
 }
 
-grpc::Status WireServer::Commit(const v1::CommitMicroBatchRequest& request, bool* replayed) {
-  v1::CommitMicroBatchResponse response;
-  const grpc::Status status = Call(&Loss::CommitMicroBatch, request, &response);
-  if (replayed != nullptr) *replayed = response.replayed();
-  return status;
-}
-
-grpc::Status WireServer::Discard(const v1::DiscardMicroBatchRequest& request, bool* dropped) {
-  v1::DiscardMicroBatchResponse response;
-  const grpc::Status status = Call(&Loss::DiscardMicroBatch, request, &response);
-  if (dropped != nullptr) *dropped = response.dropped();
-  return status;
-}
-
-grpc::Status WireServer::Commit(const TestHead& head, int64_t step, int64_t micro_batch, double factor, bool* replayed) {
+grpc::Status WireServer::Commit(const TestHead& head, int64_t step, int64_t micro_batch, double factor,
+                                const std::string& session) {
   v1::CommitMicroBatchRequest request;
   *request.add_heads() = At(head, step);
   request.set_micro_batch(micro_batch);
   request.set_factor(factor);
-  return Commit(request, replayed);
+  request.set_session_id(session);
+  return Call(&Loss::CommitMicroBatch, request);
 }
 
-grpc::Status WireServer::Discard(const TestHead& head, int64_t step, int64_t micro_batch, bool* dropped) {
+grpc::Status WireServer::Discard(const TestHead& head, int64_t step, int64_t micro_batch) {
   v1::DiscardMicroBatchRequest request;
   *request.add_heads() = At(head, step);
   request.set_micro_batch(micro_batch);
-  return Discard(request, dropped);
+  return Call(&Loss::DiscardMicroBatch, request);
 }
 
-grpc::Status WireServer::Seal(const TestHead& head, int64_t step, const std::vector<int64_t>& ids, v1::SealStepResponse* response) {
-  grpc::ClientContext context;
+grpc::Status WireServer::Seal(const TestHead& head, int64_t step, const std::vector<int64_t>& ids) {
   v1::SealStepRequest request;
   *request.mutable_head() = At(head, step);
-  v1::MicroBatchIds* const expected = request.mutable_expected()->mutable_ids();
-  for (const int64_t id : ids) expected->add_ids(id);
-  v1::SealStepResponse ignored;
-  return heads_->SealStep(&context, request, response != nullptr ? response : &ignored);
+  request.mutable_expected()->mutable_ids()->mutable_ids()->Assign(ids.begin(), ids.end());
+  return Call(&Heads::SealStep, request);
 }
 
 grpc::Status WireServer::Apply(const v1::ApplyOptimizerStepRequest& request, v1::ApplyOptimizerStepResponse* response) {
-  grpc::ClientContext context;
-  v1::ApplyOptimizerStepResponse ignored;
-  return heads_->ApplyOptimizerStep(&context, request, response != nullptr ? response : &ignored);
+  return Call(&Heads::ApplyOptimizerStep, request, response);
 }
 
 grpc::Status WireServer::AddGradient(const v1::AddGradientHeader& header, const std::vector<float>& rows, bool* replayed) {

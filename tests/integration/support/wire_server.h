@@ -11,11 +11,14 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "headwater/kernels/engine.h"
 #include "headwater/v1/error.pb.h"
 #include "headwater/v1/head_service.grpc.pb.h"
@@ -39,8 +42,16 @@ struct WireError {
   std::string at(const std::string& key) const;  // metadata, or "" if absent
 };
 WireError DecodeError(const grpc::Status& status);
+// The canonical code that belongs to a reason's name; kUnknown if there is no such reason.
+absl::StatusCode CodeOf(const std::string& reason);
 // The reason, or "OK"; for EXPECT_EQ.
 std::string ReasonOf(const grpc::Status& status);
+// The value; throws if there is none.
+template <typename T>
+T Valued(absl::StatusOr<T> value, const std::string& what) {
+  if (!value.ok()) throw std::runtime_error(what + ": " + std::string(value.status().message()));
+  return *std::move(value);
+}
 // Throws unless OK.
 void Require(const grpc::Status& status, const std::string& what);
 
@@ -100,7 +111,6 @@ class WireServer {
   service::Server& server() { return *server_; }
   Gate& gate() { return *gate_; }
   const std::string& directory() const { return folder_.path(); }
-  const std::string& address() const { return server_->addresses().front(); }
   std::shared_ptr<grpc::Channel> NewChannel() const;  // its own connection
   // A unary call of one of the services, such as &Heads::GetHead.
   template <typename Stub, typename Request, typename Response>
@@ -132,11 +142,9 @@ class WireServer {
 
   // ---- steps
   v1::HeadStep At(const TestHead& head, int64_t step) const;
-  grpc::Status Commit(const v1::CommitMicroBatchRequest& request, bool* replayed = nullptr);
-  grpc::Status Discard(const v1::DiscardMicroBatchRequest& request, bool* dropped = nullptr);
-  grpc::Status Commit(const TestHead& head, int64_t step, int64_t micro_batch, double factor, bool* replayed = nullptr);
-  grpc::Status Discard(const TestHead& head, int64_t step, int64_t micro_batch, bool* dropped = nullptr);
-  grpc::Status Seal(const TestHead& head, int64_t step, const std::vector<int64_t>& ids, v1::SealStepResponse* response = nullptr);
+  grpc::Status Commit(const TestHead& head, int64_t step, int64_t micro_batch, double factor, const std::string& session = "");
+  grpc::Status Discard(const TestHead& head, int64_t step, int64_t micro_batch);
+  grpc::Status Seal(const TestHead& head, int64_t step, const std::vector<int64_t>& ids);
   grpc::Status Apply(const v1::ApplyOptimizerStepRequest& request, v1::ApplyOptimizerStepResponse* response = nullptr);
   // Rows of the weight's gradient from `row_start` on.
   grpc::Status AddGradient(const v1::AddGradientHeader& header, const std::vector<float>& rows, bool* replayed = nullptr);

@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kRows = 3;
 constexpr int64_t kVocab = 13;
 constexpr int64_t kHidden = 5;
+constexpr int64_t kRowBytes = kHidden * 4;
 const std::vector<int32_t> kTargets = {1, 2, 3};
 
 uint32_t SeedOf(uint32_t seed, int64_t id) { return seed != 0 ? seed : static_cast<uint32_t>(100 + id); }
@@ -26,17 +27,6 @@ std::string FormName(v1::ContributionForm form) { return Short(v1::ContributionF
 std::string SummaryName(const v1::MicroBatchSummary& summary) {
   return absl::StrCat(StateName(summary.state()), " ", FormName(summary.form()), summary.replayed() ? " replayed" : "",
                       summary.payload_differs() ? " differs" : "");
-}
-
-// No call waits for ever: a call that should not have waited fails its row, not the whole run.
-constexpr int kDeadlineMs = 25000;
-
-void SetDeadline(const std::optional<int>& deadline_ms, grpc::ClientContext* context) {
-  context->set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(deadline_ms.value_or(kDeadlineMs)));
-}
-
-std::vector<float> PartRows(const Part& part) {
-  return Random(static_cast<size_t>(part.row_count * kHidden), SeedOf(part.seed, part.id), 1);
 }
 
 }  // namespace
@@ -81,41 +71,21 @@ absl::Status ShardFault::Probe(ShardPhase phase, int32_t rank) {
 // ---- a stream in the hand --------------------------------------------------------------------------------------------
 
 OpenCall::OpenCall(WireServer& server, const v1::MicroBatchHeader& header, const std::string& rows, int64_t sent_rows)
-    : rows_(rows), sent_rows_(sent_rows) {
-  SetDeadline(std::nullopt, &context_);
-  stream_ = server.loss().ComputeLoss(&context_);
-  v1::ComputeLossRequest request;
-  *request.mutable_header() = header;
-  stream_->Write(request);
-  if (sent_rows > 0) SendRows(0, sent_rows);
-  if (sent_rows == kRows) stream_->WritesDone();
-}
-
-void OpenCall::SendRows(int64_t row_start, int64_t row_count) {
-  const size_t row_bytes = rows_.size() / static_cast<size_t>(kRows);
-  v1::ComputeLossRequest request;
-  v1::RowChunk* const chunk = request.mutable_chunk();
-  chunk->set_role(v1::CHUNK_ROLE_HIDDEN);
-  chunk->set_row_start(row_start);
-  chunk->set_row_count(row_count);
-  chunk->set_data(rows_.substr(static_cast<size_t>(row_start) * row_bytes, static_cast<size_t>(row_count) * row_bytes));
-  stream_->Write(request);
+    : OpenStream(server.loss(), header, rows.substr(0, static_cast<size_t>(sent_rows * kRowBytes)), sent_rows),
+      rows_(rows),
+      sent_rows_(sent_rows) {
+  if (sent_rows == kRows) stream->WritesDone();
 }
 
 void OpenCall::SendRest() {
-  SendRows(sent_rows_, kRows - sent_rows_);
-  stream_->WritesDone();
+  Send(HiddenChunk(rows_.substr(static_cast<size_t>(sent_rows_ * kRowBytes)), sent_rows_, kRows - sent_rows_));
+  stream->WritesDone();
 }
 
-std::string OpenCall::End() {
-  v1::ComputeLossResponse response;
-  std::string summary;
-  while (stream_->Read(&response)) {
-    if (response.has_summary()) summary = SummaryName(response.summary());
-  }
-  const grpc::Status status = stream_->Finish();
+std::string OpenCall::Answer() {
+  const grpc::Status status = End();
   if (status.error_code() == grpc::StatusCode::CANCELLED) return "CANCELLED";
-  return status.ok() ? summary : ReasonOf(status);
+  return status.ok() ? SummaryName(summary) : ReasonOf(status);
 }
 
 // ---- servers and heads -----------------------------------------------------------------------------------------------
@@ -162,7 +132,7 @@ std::vector<std::string> Trial::HeadIds() const {
 }
 
 std::string Trial::Answer(const grpc::Status& status, const std::string& detail) {
-  if (status.ok()) return detail.empty() ? "OK" : detail;
+  if (status.ok()) return detail;
   absl::MutexLock lock(&error_mutex_);
   last_error_ = DecodeError(status);
   // gRPC ends a call that is cancelled, or late, by itself: without details.
@@ -185,13 +155,7 @@ WireError Trial::last_error() const {
 // ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 v1::MicroBatchHeader Trial::HeaderOf(const Batch& batch) {
-  v1::MicroBatchHeader header = CrossEntropyHeader(Head(batch.heads.front()), batch.step, batch.id, kTargets);
-  for (size_t i = 1; i < batch.heads.size(); ++i) {
-    *header.add_terms() = CrossEntropyHeader(Head(batch.heads[i]), batch.step, batch.id, kTargets).terms(0);
-  }
-  for (v1::LossTerm& term : *header.mutable_terms()) {
-    if (batch.loss_scale != 1) term.set_loss_scale(batch.loss_scale);
-  }
+  v1::MicroBatchHeader header = CrossEntropyHeader(Head(batch.head), batch.step, batch.id, kTargets);
   header.set_attempt(batch.attempt);
   if (batch.explicit_commit) header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
   if (batch.first_wins) header.set_on_mismatch(v1::ON_MISMATCH_FIRST_WINS);
@@ -208,21 +172,19 @@ std::string Trial::RowsOf(const Batch& batch) {
   return Bytes(rows);
 }
 
-LossReply Trial::Compute(const Batch& batch, const SendOptions& send) {
-  SendOptions options = send;
-  options.deadline_ms = batch.deadline_ms.value_or(kDeadlineMs);
-  return server_->Compute(HeaderOf(batch), RowsOf(batch), "", options);
+LossReply Trial::Compute(const Batch& batch, SendOptions send) {
+  send.deadline_ms = deadline_ms;
+  return server_->Compute(HeaderOf(batch), RowsOf(batch), "", send);
 }
 
 std::string Trial::Submit(const Batch& batch) {
-  const LossReply reply = Compute(batch);
-  return Answer(reply.status, SummaryName(reply.summary));
+  return SubmitEdited(batch, [](v1::MicroBatchHeader&) {});
 }
 
 std::string Trial::SubmitEdited(const Batch& batch, const std::function<void(v1::MicroBatchHeader&)>& edit) {
   v1::MicroBatchHeader header = HeaderOf(batch);
   edit(header);
-  const LossReply reply = server_->Compute(header, RowsOf(batch), "", {.deadline_ms = kDeadlineMs});
+  const LossReply reply = server_->Compute(header, RowsOf(batch), "", {.deadline_ms = deadline_ms});
   return Answer(reply.status, SummaryName(reply.summary));
 }
 
@@ -231,8 +193,8 @@ std::unique_ptr<OpenCall> Trial::Open(const Batch& batch, int64_t sent_rows) {
 }
 
 void Trial::Cancel(OpenCall& call) {
-  call.Cancel();
-  EXPECT_EQ(call.End(), "CANCELLED");
+  call.context.TryCancel();
+  EXPECT_EQ(call.Answer(), "CANCELLED");
 }
 
 void Trial::CancelHeld(OpenCall& call) {
@@ -240,43 +202,51 @@ void Trial::CancelHeld(OpenCall& call) {
   EXPECT_TRUE(AwaitMetric("headwater_abandoned_calls", 1));
 }
 
+template <typename Stub, typename Request, typename Response>
+std::string Trial::Ask(grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*), const Request& request,
+                       Response* response) {
+  const grpc::Status status = server_->Call(method, request, response, deadline_ms);
+  std::string detail = "OK";
+  if constexpr (requires { response->replayed(); }) detail += response->replayed() ? " replayed" : "";
+  if constexpr (requires { response->dropped(); }) detail += response->dropped() ? " dropped" : "";
+  if constexpr (requires { response->open_step(), request.head().step(); }) {
+    EXPECT_EQ(response->open_step(), status.ok() ? request.head().step() + 1 : 0);
+  }
+  return Answer(status, detail);
+}
+
 std::string Trial::Commit(const Decision& decision) {
   v1::CommitMicroBatchRequest request;
-  for (const std::string& id : decision.heads) *request.add_heads() = At(id, decision.step);
+  *request.add_heads() = At(decision.step);
   request.set_micro_batch(decision.id);
   request.set_attempt(decision.attempt);
   request.set_factor(decision.factor);
-  if (!decision.token_factors.empty()) *request.mutable_token_factors() = FloatTensor(decision.token_factors);
   request.set_session_id(decision.session);
   v1::CommitMicroBatchResponse response;
-  const grpc::Status status =
-      server_->Call(&Loss::CommitMicroBatch, request, &response, decision.deadline_ms.value_or(kDeadlineMs));
-  return Answer(status, response.replayed() ? "OK replayed" : "OK");
+  return Ask(&Loss::CommitMicroBatch, request, &response);
 }
 
 std::string Trial::Discard(const Decision& decision) {
   v1::DiscardMicroBatchRequest request;
-  for (const std::string& id : decision.heads) *request.add_heads() = At(id, decision.step);
+  *request.add_heads() = At(decision.step);
   request.set_micro_batch(decision.id);
   request.set_attempt(decision.attempt);
   request.set_session_id(decision.session);
   v1::DiscardMicroBatchResponse response;
-  const grpc::Status status =
-      server_->Call(&Loss::DiscardMicroBatch, request, &response, decision.deadline_ms.value_or(kDeadlineMs));
-  return Answer(status, response.dropped() ? "OK dropped" : "OK");
+  return Ask(&Loss::DiscardMicroBatch, request, &response);
 }
 
 std::string Trial::AddPart(const Part& part) {
+  constexpr int64_t kPartRows = 4;
   v1::AddGradientHeader header;
-  *header.mutable_head() = At(part.head, part.step);
+  *header.mutable_head() = At(part.step);
   header.set_micro_batch(part.id);
   header.set_attempt(part.attempt);
   header.set_row_start(part.row_start);
-  header.set_row_count(part.row_count);
+  header.set_row_count(kPartRows);
   header.set_factor(part.factor);
-  const std::vector<float> rows = PartRows(part);
   bool replayed = false;
-  const grpc::Status status = server_->AddGradient(header, rows, &replayed);
+  const grpc::Status status = server_->AddGradient(header, Random(kPartRows * kHidden, SeedOf(part.seed, part.id), 1), &replayed);
   return Answer(status, replayed ? "OK replayed" : "OK");
 }
 
@@ -284,88 +254,74 @@ std::string Trial::AddPart(const Part& part) {
 
 std::string Trial::Seal(const StepEnd& end) {
   v1::SealStepRequest request;
-  *request.mutable_head() = At(end.head, end.step);
-  request.mutable_expected()->mutable_ids();
-  for (const int64_t id : end.ids) request.mutable_expected()->mutable_ids()->add_ids(id);
+  *request.mutable_head() = At(end.step);
+  request.mutable_expected()->mutable_ids()->mutable_ids()->Assign(end.ids.begin(), end.ids.end());
   request.set_wait(end.wait);
   v1::SealStepResponse response;
-  const grpc::Status status = server_->Call(&Heads::SealStep, request, &response, end.deadline_ms.value_or(kDeadlineMs));
-  return Answer(status, response.replayed() ? "OK replayed" : "OK");
+  return Ask(&Heads::SealStep, request, &response);
 }
 
 std::string Trial::Apply(const StepEnd& end) {
   v1::ApplyOptimizerStepRequest request;
-  *request.mutable_head() = At(end.head, end.step);
-  request.mutable_expected()->mutable_ids();
-  for (const int64_t id : end.ids) request.mutable_expected()->mutable_ids()->add_ids(id);
+  *request.mutable_head() = At(end.step);
+  request.mutable_expected()->mutable_ids()->mutable_ids()->Assign(end.ids.begin(), end.ids.end());
   request.set_learning_rate(end.learning_rate);
   v1::ApplyOptimizerStepResponse response;
-  const grpc::Status status = server_->Call(&Heads::ApplyOptimizerStep, request, &response, end.deadline_ms.value_or(kDeadlineMs));
-  if (status.ok()) {
-    EXPECT_EQ(response.open_step(), end.step + 1);
-  }
-  return Answer(status, response.replayed() ? "OK replayed" : "OK");
+  return Ask(&Heads::ApplyOptimizerStep, request, &response);
 }
 
-std::string Trial::DiscardGradient(const StepEnd& end) {
+std::string Trial::DiscardGradient(int64_t step) {
   v1::DiscardGradientRequest request;
-  *request.mutable_head() = At(end.head, end.step);
+  *request.mutable_head() = At(step);
   v1::DiscardGradientResponse response;
-  const grpc::Status status = server_->Call(&Heads::DiscardGradient, request, &response, end.deadline_ms.value_or(kDeadlineMs));
-  if (status.ok()) {
-    EXPECT_EQ(response.open_step(), end.step + 1);
-  }
-  return Answer(status, response.replayed() ? "OK replayed" : "OK");
+  return Ask(&Heads::DiscardGradient, request, &response);
 }
 
-std::string Trial::Replace(const Replacement& replacement) {
-  TestHead& head = Head(replacement.head);
-  const bool bias = replacement.tensor == v1::HEAD_TENSOR_BIAS;
-  const std::vector<float> values = Random(static_cast<size_t>(kVocab * (bias ? 1 : kHidden)), replacement.seed, 1);
+std::string Trial::Replace(int64_t step, uint32_t seed) {
+  TestHead& head = Head();
   v1::Head updated;
-  const grpc::Status status = server_->Upload(head.head, replacement.tensor, values, &updated, replacement.step);
-  if (!status.ok()) return Answer(status);
-  const bool closed = updated.open_step() == replacement.step + 1;
-  EXPECT_EQ(updated.epoch(), head.head.epoch());
-  return closed ? "OK replaced" : "OK";
+  const grpc::Status status = server_->Upload(head.head, v1::HEAD_TENSOR_WEIGHT, Random(kVocab * kHidden, seed, 1), &updated, step);
+  if (status.ok()) {
+    EXPECT_EQ(updated.epoch(), head.head.epoch());
+  }
+  return Answer(status, updated.open_step() == step + 1 ? "OK replaced" : "OK");
 }
 
-std::string Trial::Norm(const StepEnd& end) {
+std::string Trial::Norm(int64_t step) {
   v1::GetGradientNormRequest request;
-  *request.mutable_head() = At(end.head, end.step);
-  return Answer(server_->Call(&Heads::GetGradientNorm, request, nullptr, end.deadline_ms.value_or(kDeadlineMs)));
+  *request.mutable_head() = At(step);
+  v1::GetGradientNormResponse response;
+  return Ask(&Heads::GetGradientNorm, request, &response);
 }
 
-std::string Trial::Download(const StepEnd& end) {
+std::string Trial::Download(int64_t step) {
   grpc::ClientContext context;
-  SetDeadline(end.deadline_ms, &context);
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(deadline_ms));
   v1::DownloadGradientRequest request;
-  *request.mutable_head() = At(end.head, end.step);
+  *request.mutable_head() = At(step);
   request.set_tensor(v1::HEAD_TENSOR_WEIGHT);
   std::string bytes;
   return Answer(ReadDownload(*server_->heads().DownloadGradient(&context, request), &bytes));
 }
 
-std::string Trial::GetStep(const std::string& id) {
+std::string Trial::GetStep() {
   v1::GetStepRequest request;
-  *request.mutable_head() = At(id, 0);
-  return Answer(server_->Call(&Heads::GetStep, request));
+  *request.mutable_head() = At(0);
+  v1::GetStepResponse response;
+  return Ask(&Heads::GetStep, request, &response);
 }
 
 // ---- heads -----------------------------------------------------------------------------------------------------------
 
-std::string Trial::Take(const std::string& id, const std::string& epoch) {
-  const grpc::Status status = server_->Take(&Head(id), epoch);
-  return Answer(status);
-}
+std::string Trial::Take() { return Answer(server_->Take(&Head())); }
 
-std::string Trial::Save(const std::string& checkpoint, const std::string& id, bool overwrite) {
+std::string Trial::Save(const std::string& checkpoint) {
   v1::SaveCheckpointRequest request;
-  request.set_name(Head(id).name());
-  request.set_epoch(Head(id).head.epoch());
+  request.set_name(Head().name());
+  request.set_epoch(Head().head.epoch());
   request.set_checkpoint(checkpoint);
-  request.set_overwrite(overwrite);
-  return Answer(server_->Call(&Heads::SaveCheckpoint, request));
+  v1::SaveCheckpointResponse response;
+  return Ask(&Heads::SaveCheckpoint, request, &response);
 }
 
 std::string Trial::Restore(const std::string& checkpoint, const std::string& id) {
@@ -374,40 +330,23 @@ std::string Trial::Restore(const std::string& checkpoint, const std::string& id)
   request.set_epoch(Head(id).head.epoch());
   request.set_checkpoint(checkpoint);
   v1::Head restored;
-  const grpc::Status status = server_->Call(&Heads::RestoreCheckpoint, request, &restored);
-  if (status.ok()) Head(id).head = restored;
-  return Answer(status);
-}
-
-std::string Trial::SetWeights(uint32_t seed, const std::string& id) {
-  TestHead& head = Head(id);
-  const std::vector<float> values = Random(head.weight.size(), seed, 1);
-  v1::Head updated;
-  const grpc::Status status = server_->Upload(head.head, v1::HEAD_TENSOR_WEIGHT, values, &updated);
-  if (status.ok()) head.head = updated;
-  return Answer(status);
-}
-
-std::string Trial::Delete(const std::string& id, bool force, const std::string& epoch) {
-  v1::DeleteHeadRequest request;
-  request.set_name(Head(id).name());
-  request.set_force(force);
-  request.set_epoch(epoch);
-  const grpc::Status status = server_->Call(&Heads::DeleteHead, request);
-  if (status.ok()) Forget(id);
-  return Answer(status);
+  const std::string answer = Ask(&Heads::RestoreCheckpoint, request, &restored);
+  if (answer == "OK") Head(id).head = restored;
+  return answer;
 }
 
 std::string Trial::KeepAlive(const std::string& session) {
   v1::KeepAliveRequest request;
   request.set_session_id(session);
-  return Answer(server_->Call(&Sessions::KeepAlive, request));
+  v1::KeepAliveResponse response;
+  return Ask(&Sessions::KeepAlive, request, &response);
 }
 
 std::string Trial::CloseSession(const std::string& session) {
   v1::CloseSessionRequest request;
   request.set_session_id(session);
-  return Answer(server_->Call(&Sessions::CloseSession, request));
+  v1::CloseSessionResponse response;
+  return Ask(&Sessions::CloseSession, request, &response);
 }
 
 // ---- what can be seen ------------------------------------------------------------------------------------------------
@@ -425,9 +364,8 @@ std::string Trial::Line(const v1::MicroBatchState& state) {
 std::vector<std::string> Trial::MicroBatches() {
   std::vector<std::string> lines;
   for (const std::string& id : HeadIds()) {
-    const TestHead& head = Head(id);
-    if (!head.head.spec().trainable()) continue;
-    const v1::GetStepResponse steps = server_->Steps(head);
+    if (!Head(id).head.spec().trainable()) continue;
+    const v1::GetStepResponse steps = server_->Steps(Head(id));
     for (const v1::MicroBatchState& state : steps.open().micro_batches()) {
       lines.push_back(absl::StrCat(id == "student" ? "" : absl::StrCat(id, ": "), Line(state)));
     }
@@ -472,27 +410,16 @@ void MakeForwardOnly(v1::MicroBatchHeader& header) {
 
 const std::vector<StepCall>& StepCalls() {
   static const auto* const calls = new std::vector<StepCall>{
-      {"ComputeLoss",
-       [](Trial& t, const std::string& head, int64_t step) { return t.Submit({.id = 0, .step = step, .heads = {head}}); },
-       "COMMITTED DIRECT"},
-      {"AddGradient",
-       [](Trial& t, const std::string& head, int64_t step) { return t.AddPart({.id = 1, .step = step, .head = head}); }, "OK"},
-      {"CommitMicroBatch",
-       [](Trial& t, const std::string& head, int64_t step) { return t.Commit({.id = 2, .step = step, .heads = {head}}); },
-       "MICRO_BATCH_NOT_FOUND"},
-      {"DiscardMicroBatch",
-       [](Trial& t, const std::string& head, int64_t step) { return t.Discard({.id = 3, .step = step, .heads = {head}}); }, "OK"},
-      {"SealStep", [](Trial& t, const std::string& head, int64_t step) { return t.Seal({.step = step, .head = head}); }, "OK"},
-      {"ApplyOptimizerStep", [](Trial& t, const std::string& head, int64_t step) { return t.Apply({.step = step, .head = head}); },
-       "OK"},
-      {"DiscardGradient",
-       [](Trial& t, const std::string& head, int64_t step) { return t.DiscardGradient({.step = step, .head = head}); }, "OK"},
-      {"DownloadGradient", [](Trial& t, const std::string& head, int64_t step) { return t.Download({.step = step, .head = head}); },
-       "OK"},
-      {"GetGradientNorm", [](Trial& t, const std::string& head, int64_t step) { return t.Norm({.step = step, .head = head}); },
-       "OK"},
-      {"UploadWeights", [](Trial& t, const std::string& head, int64_t step) { return t.Replace({.step = step, .head = head}); },
-       "STEP_NOT_SEALED"},
+      {"ComputeLoss", [](Trial& t, int64_t step) { return t.Submit({.id = 0, .step = step}); }, "COMMITTED DIRECT"},
+      {"AddGradient", [](Trial& t, int64_t step) { return t.AddPart({.id = 1, .step = step}); }, "OK"},
+      {"CommitMicroBatch", [](Trial& t, int64_t step) { return t.Commit({.id = 2, .step = step}); }, "MICRO_BATCH_NOT_FOUND"},
+      {"DiscardMicroBatch", [](Trial& t, int64_t step) { return t.Discard({.id = 3, .step = step}); }, "OK"},
+      {"SealStep", [](Trial& t, int64_t step) { return t.Seal({.step = step}); }, "OK"},
+      {"ApplyOptimizerStep", [](Trial& t, int64_t step) { return t.Apply({.step = step}); }, "OK"},
+      {"DiscardGradient", [](Trial& t, int64_t step) { return t.DiscardGradient(step); }, "OK"},
+      {"DownloadGradient", [](Trial& t, int64_t step) { return t.Download(step); }, "OK"},
+      {"GetGradientNorm", [](Trial& t, int64_t step) { return t.Norm(step); }, "OK"},
+      {"UploadWeights", [](Trial& t, int64_t step) { return t.Replace(step); }, "STEP_NOT_SEALED"},
   };
   return *calls;
 }

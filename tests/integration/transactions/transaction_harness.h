@@ -7,18 +7,19 @@
 #ifndef HEADWATER_TESTS_INTEGRATION_TRANSACTIONS_TRANSACTION_HARNESS_H_
 #define HEADWATER_TESTS_INTEGRATION_TRANSACTIONS_TRANSACTION_HARNESS_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <future>
 #include <map>
 #include <memory>
-#include <optional>
 #include <ostream>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
@@ -26,12 +27,12 @@ namespace headwater::testing {
 // Answers are strings: "OK", "OK replayed", "OK dropped", of ComputeLoss "COMMITTED DIRECT" (state and form, then ` replayed` or
 // ` differs`), or the reason of the error.
 
-// A micro-batch of 3 rows: cross entropy with each of `heads`.
+// A micro-batch of 3 rows: cross entropy.
 struct Batch {
   int64_t id = 0;
   int64_t step = 0;
   uint32_t seed = 0;  // of the rows; 0: 100 + id
-  std::vector<std::string> heads = {"student"};
+  std::string head = "student";
   int64_t attempt = 0;
   bool explicit_commit = false;
   bool allow_held = false;
@@ -39,51 +40,34 @@ struct Batch {
   bool first_wins = false;
   bool refuse_non_finite = false;
   bool has_nan = false;
-  double loss_scale = 1;
   std::string session = {};
-  std::optional<int> deadline_ms = std::nullopt;
 };
 
 // CommitMicroBatch or DiscardMicroBatch.
 struct Decision {
   int64_t id = 0;
   int64_t step = 0;
-  std::vector<std::string> heads = {"student"};
   int64_t attempt = 0;
   double factor = 1;
-  std::vector<float> token_factors = {};
   std::string session = {};
-  std::optional<int> deadline_ms = std::nullopt;
 };
 
-// AddGradient.
+// AddGradient, of 4 rows.
 struct Part {
   int64_t id = 0;
   int64_t step = 0;
   uint32_t seed = 0;  // of the rows; 0: 100 + id
-  std::string head = "student";
   int64_t row_start = 2;
-  int64_t row_count = 4;
   double factor = 1;
   int64_t attempt = 0;
 };
 
-// SealStep, ApplyOptimizerStep, DiscardGradient.
+// SealStep, ApplyOptimizerStep.
 struct StepEnd {
   int64_t step = 0;
   std::vector<int64_t> ids = {};  // expected
-  std::string head = "student";
   bool wait = false;
   double learning_rate = 0.01;
-  std::optional<int> deadline_ms = std::nullopt;
-};
-
-// New weights that close a sealed step.
-struct Replacement {
-  int64_t step = 0;
-  uint32_t seed = 77;
-  std::string head = "student";
-  v1::HeadTensor tensor = v1::HEAD_TENSOR_WEIGHT;
 };
 
 // Makes shards fail, or wait, at the beginning of a phase of work that changes a head. Thread-safe.
@@ -112,22 +96,17 @@ struct TrialSetup {
   bool checkpoints = false;
 };
 
-// A ComputeLoss stream that a story holds in its hands.
-class OpenCall {
+// A ComputeLoss stream that a story holds in its hands. Sends the header and the first `sent_rows` of the 3 rows; with all of them,
+// half-closes.
+class OpenCall : public OpenStream {
  public:
-  // Sends the header and the first `sent_rows` of the 3 rows; with all of them, half-closes.
   OpenCall(WireServer& server, const v1::MicroBatchHeader& header, const std::string& rows, int64_t sent_rows);
-  ~OpenCall() { Cancel(); }
+  ~OpenCall() { context.TryCancel(); }
   void SendRest();
-  void Cancel() { context_.TryCancel(); }
-  // Reads to the end: the answer.
-  std::string End();
+  // Reads to the end.
+  std::string Answer();
 
  private:
-  void SendRows(int64_t row_start, int64_t row_count);
-
-  grpc::ClientContext context_;
-  std::unique_ptr<grpc::ClientReaderWriter<v1::ComputeLossRequest, v1::ComputeLossResponse>> stream_;
   const std::string rows_;
   const int64_t sent_rows_;
 };
@@ -148,12 +127,12 @@ class Trial {
   // The server dies and another comes up on the same checkpoints. The trainer's beliefs stay.
   void Restart();
   // Learns the epoch that is current now.
-  void Refresh(const std::string& id = "student") { Head(id).head = server_->Get(Head(id).name()); }
+  void Refresh() { Head().head = server_->Get(Head().name()); }
 
   // ---- calls
   v1::MicroBatchHeader HeaderOf(const Batch& batch);
   static std::string RowsOf(const Batch& batch);
-  LossReply Compute(const Batch& batch, const SendOptions& send = {});
+  LossReply Compute(const Batch& batch, SendOptions send = {});
   std::string Submit(const Batch& batch);
   // As Submit(), with `edit` applied to the header.
   std::string SubmitEdited(const Batch& batch, const std::function<void(v1::MicroBatchHeader&)>& edit);
@@ -167,18 +146,16 @@ class Trial {
   std::string AddPart(const Part& part);
   std::string Seal(const StepEnd& end);
   std::string Apply(const StepEnd& end);
-  std::string DiscardGradient(const StepEnd& end);
-  std::string Replace(const Replacement& replacement);
-  std::string Norm(const StepEnd& end);
-  std::string Download(const StepEnd& end);
-  std::string GetStep(const std::string& id = "student");
-  // With `epoch`, only if it is current. The trainer adopts the new epoch.
-  std::string Take(const std::string& id = "student", const std::string& epoch = "");
-  std::string Save(const std::string& checkpoint, const std::string& id = "student", bool overwrite = false);
+  std::string DiscardGradient(int64_t step = 0);
+  // New weights that close a sealed step.
+  std::string Replace(int64_t step = 0, uint32_t seed = 77);
+  std::string Norm(int64_t step);
+  std::string Download(int64_t step);
+  std::string GetStep();
+  // The trainer adopts the new epoch.
+  std::string Take();
+  std::string Save(const std::string& checkpoint);
   std::string Restore(const std::string& checkpoint, const std::string& id = "student");
-  // Sets the weight outside of a step; the trainer adopts the new epoch.
-  std::string SetWeights(uint32_t seed, const std::string& id = "student");
-  std::string Delete(const std::string& id, bool force, const std::string& epoch = "");
   // The trainer does not know the head any more: Head() makes it anew.
   void Forget(const std::string& id);
   std::string OpenSession(int64_t lease_ms = 20000) { return server_->OpenSession(lease_ms); }
@@ -190,6 +167,10 @@ class Trial {
   std::string Tell(const WireError& error, const std::string& answer);
   // The error of the last call that failed.
   WireError last_error() const;
+
+  // Of each call but AddPart() and Replace(). A call that should not have waited fails its row, not the whole run.
+  static constexpr int kDeadlineMs = 25000;
+  std::atomic<int> deadline_ms{kDeadlineMs};
 
   // ---- what can be seen
   // True once the metric's value is `value`; false if it does not become that.
@@ -203,8 +184,12 @@ class Trial {
 
  private:
   static std::string Line(const v1::MicroBatchState& state);
-  v1::HeadStep At(const std::string& id, int64_t step) { return server_->At(Head(id), step); }
-  std::string Answer(const grpc::Status& status, const std::string& detail = "");
+  v1::HeadStep At(int64_t step) { return server_->At(Head(), step); }
+  std::string Answer(const grpc::Status& status, const std::string& detail = "OK");
+  // A unary call: the answer, with what the response says of itself.
+  template <typename Stub, typename Request, typename Response>
+  std::string Ask(grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*), const Request& request,
+                  Response* response);
 
   const TrialSetup setup_;
   const int32_t shard_count_;
@@ -237,10 +222,10 @@ void CompareStates(Trial& actual, Trial& expected);
 // For SubmitEdited(): a call that carries no step and no micro-batch.
 void MakeForwardOnly(v1::MicroBatchHeader& header);
 
-// A call that works on a step of a head: the answer.
+// A call that works on a step of the student: the answer.
 struct StepCall {
   std::string name;  // of the RPC
-  std::function<std::string(Trial& trial, const std::string& head, int64_t step)> call;
+  std::function<std::string(Trial& trial, int64_t step)> call;
   std::string answer;  // in an open step that knows nothing
 };
 const std::vector<StepCall>& StepCalls();

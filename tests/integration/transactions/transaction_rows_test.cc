@@ -3,12 +3,9 @@
 // of it.
 #include <gtest/gtest.h>
 
-#include <future>
 #include <string>
 #include <vector>
 
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "tests/integration/transactions/transaction_harness.h"
 
 namespace headwater::testing {
@@ -39,20 +36,6 @@ INSTANTIATE_TEST_SUITE_P(Design, TransactionRows, ::testing::Combine(::testing::
                          [](const auto& row_and_shards) {
                            return std::get<0>(row_and_shards.param).name + "On" + std::to_string(std::get<1>(row_and_shards.param));
                          });
-
-// The server is gone afterwards, so this is no row.
-TEST(Drain, SendsWaitingCallsAway) {
-  Trial t({}, /*shard_count=*/1);
-  t.Head();
-  auto early = std::async(std::launch::async, [&t] { return t.Submit({.id = 0, .step = 1}); });
-  auto seal = std::async(std::launch::async, [&t] { return t.Seal({.ids = {0}, .wait = true}); });
-  ASSERT_TRUE(t.AwaitMetric("headwater_waiting_calls", 2));
-  const absl::Time begin = absl::Now();
-  EXPECT_TRUE(t.server().server().Drain(absl::Seconds(20)));
-  EXPECT_LE(absl::Now() - begin, absl::Seconds(10));
-  EXPECT_EQ(early.get(), "DRAINING");
-  EXPECT_EQ(seal.get(), "DRAINING");
-}
 
 }  // namespace
 }  // namespace headwater::testing

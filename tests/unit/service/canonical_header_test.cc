@@ -3,17 +3,25 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <functional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "headwater/v1/loss_service.pb.h"
 #include "server/service/limits.h"
 #include "server/service/request/loss_request.h"
+#include "tests/integration/support/message_path.h"
 
 namespace headwater::service {
 namespace {
+
+using headwater::testing::Clear;
+using headwater::testing::Edit;
+using headwater::testing::Int;
+using headwater::testing::Real;
+using headwater::testing::Text;
+using headwater::testing::Times;
 
 void SetVector(v1::Tensor* tensor, v1::DataType type, int64_t size) {
   tensor->Clear();
@@ -137,75 +145,77 @@ TEST(CanonicalHeader, LeavesOutWhatDoesNotChangeTheMeaning) {
   EXPECT_EQ(Canonical(header), ordered);
 }
 
+// A field by its path, and another value of it.
+using Change = std::pair<std::string, Edit>;
+Change To(const std::string& path, const Edit& edit) { return {path, edit}; }
+
+// With each of the changes `base` must have a header that is not among `seen` yet.
+template <typename Message>
+void ExpectApart(const Message& base, const std::vector<Change>& changes, std::string (*canonical)(const Message&),
+                 std::set<std::string>* seen) {
+  for (const auto& [path, edit] : changes) {
+    Message header = base;
+    headwater::testing::Apply(&header, path, edit);
+    EXPECT_TRUE(seen->insert(canonical(header)).second) << path << " " << edit.what;
+  }
+}
+
 TEST(CanonicalHeader, TellsEverythingElseApart) {
-  using Change = std::function<void(v1::MicroBatchHeader*)>;
-  const std::vector<Change> changes = {
-      [](auto* h) { h->set_micro_batch(4); },
-      [](auto* h) { h->set_hidden_size(9); },
-      [](auto* h) { h->set_data_type(v1::DATA_TYPE_FLOAT16); },
-      [](auto* h) { h->set_commit_mode(v1::COMMIT_MODE_EXPLICIT); },
-      [](auto* h) { h->set_non_finite_policy(v1::NON_FINITE_POLICY_REFUSE); },
-      [](auto* h) { h->add_outputs(v1::TOKEN_OUTPUT_ARGMAX); },
-      [](auto* h) { h->set_return_grad_hidden(false); },
-      [](auto* h) { h->set_grad_hidden_data_type(v1::DATA_TYPE_FLOAT32); },
-      [](auto* h) { h->set_grad_hidden_scale(0.5); },
-      [](auto* h) { h->set_row_count(5), h->mutable_terms(0)->set_row_count(4); },
-      [](auto* h) { h->set_row_count(5), h->mutable_terms(0)->set_row_start(1); },
-      [](auto* h) { h->mutable_terms(0)->mutable_head()->set_head("tenants/default/heads/other"); },
-      [](auto* h) { h->mutable_terms(0)->mutable_head()->set_head_epoch(std::string(16, 'f')); },
-      [](auto* h) { h->mutable_terms(0)->mutable_head()->set_step(8); },
-      [](auto* h) { h->mutable_terms(0)->mutable_targets()->mutable_data()->at(5) = 1; },
-      [](auto* h) { h->mutable_terms(0)->set_ignore_index(0); },
-      [](auto* h) { SetVector(h->mutable_terms(0)->mutable_token_weights(), v1::DATA_TYPE_FLOAT32, 4); },
-      [](auto* h) { h->mutable_terms(0)->set_loss_scale(2); },
-      [](auto* h) { h->mutable_terms(0)->set_expected_weight_version(1); },
-      [](auto* h) { *h->add_terms() = h->terms(0); },
-  };
-  const std::vector<Change> cross_entropy_changes = {
-      [](auto* h) { h->mutable_terms(0)->mutable_cross_entropy()->set_label_smoothing(0.1); },
-      [](auto* h) { h->mutable_terms(0)->mutable_cross_entropy()->set_z_loss(0.1); },
-      [](auto* h) { SetVector(h->mutable_terms(0)->mutable_cross_entropy()->mutable_class_weights(), v1::DATA_TYPE_FLOAT32, 9); },
-      [](auto* h) { h->mutable_terms(0)->mutable_cross_entropy()->set_temperature(2); },
-      [](auto* h) { h->mutable_terms(0)->mutable_cross_entropy()->set_token_scaling(true); },
-      [](auto* h) { SetVector(h->mutable_terms(0)->mutable_entropy_factors(), v1::DATA_TYPE_FLOAT32, 4); },
-      [](auto* h) { SetVector(h->mutable_terms(0)->mutable_lse_factors(), v1::DATA_TYPE_FLOAT32, 4); },
-      [](auto* h) { h->mutable_terms(0)->set_gradient_resolution(0.5); },
-      [](auto* h) { h->mutable_terms(0)->set_gradient_resolution(0.25); },
-  };
-  const std::vector<Change> jsd_changes = {
-      [](auto* h) { h->mutable_terms(0)->mutable_jensen_shannon()->set_beta(0.1); },
-      [](auto* h) { h->mutable_terms(0)->mutable_jensen_shannon()->set_student_temperature(2); },
-      [](auto* h) { h->mutable_terms(0)->mutable_jensen_shannon()->set_teacher_temperature(2); },
-      [](auto* h) { h->mutable_terms(0)->mutable_jensen_shannon()->set_hard_loss_weight(0.25); },
-      [](auto* h) { h->mutable_terms(0)->mutable_jensen_shannon()->set_vocab_alignment(v1::VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON); },
-      [](auto* h) { h->mutable_terms(0)->mutable_jensen_shannon()->mutable_hard_loss()->set_z_loss(0.1); },
-      [](auto* h) { h->mutable_terms(0)->mutable_teacher_hidden()->set_head("tenants/default/heads/u"); },
-      [](auto* h) { h->mutable_terms(0)->mutable_teacher_hidden()->set_head_epoch(std::string(16, 't')); },
-      [](auto* h) { h->mutable_terms(0)->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_BFLOAT16); },
-      [](auto* h) { h->mutable_terms(0)->mutable_teacher_hidden()->set_expected_weight_version(1); },
-      [](auto* h) { h->mutable_terms(0)->clear_targets(), h->mutable_terms(0)->mutable_jensen_shannon()->set_hard_loss_weight(0); },
-  };
-  const std::vector<Change> top_k_changes = {
-      [](auto* h) { h->mutable_terms(0)->mutable_jensen_shannon()->set_student_temperature(2); },
-      [](auto* h) { h->mutable_terms(0)->mutable_top_k_teacher()->mutable_ids()->mutable_data()->at(5) = 1; },
-      [](auto* h) { h->mutable_terms(0)->mutable_top_k_teacher()->mutable_log_probs()->mutable_data()->at(5) = 1; },
-      [](auto* h) { h->mutable_terms(0)->clear_targets(); },
-  };
   std::set<std::string> seen = {Canonical(CrossEntropy()), Canonical(Jsd()), Canonical(TopK())};
-  size_t expected = 3;
-  const auto try_all = [&](const v1::MicroBatchHeader& base, const std::vector<Change>& some) {
-    for (const Change& change : some) {
-      v1::MicroBatchHeader header = base;
-      change(&header);
-      seen.insert(Canonical(header));
-      EXPECT_EQ(seen.size(), ++expected);
-    }
+  EXPECT_EQ(seen.size(), 3u);
+  const auto expect_apart = [&seen](const v1::MicroBatchHeader& base, const std::vector<Change>& changes) {
+    ExpectApart(base, changes, Canonical, &seen);
   };
-  try_all(CrossEntropy(), changes);
-  try_all(CrossEntropy(), cross_entropy_changes);
-  try_all(Jsd(), changes);
-  try_all(Jsd(), jsd_changes);
-  try_all(TopK(), top_k_changes);
+  const auto floats = [](int64_t size) {
+    return Edit{"floats", [size](google::protobuf::Message* parent, const google::protobuf::FieldDescriptor* field) {
+                  SetVector(static_cast<v1::Tensor*>(parent->GetReflection()->MutableMessage(parent, field)), v1::DATA_TYPE_FLOAT32,
+                            size);
+                }};
+  };
+  const auto bytes = [](size_t size) {  // all 0 but one
+    std::string data(size, '\0');
+    data[5] = 1;
+    return Text(data);
+  };
+  for (const v1::MicroBatchHeader& base : {CrossEntropy(), Jsd()}) {
+    expect_apart(base, {To("micro_batch", Int(4)), To("hidden_size", Int(9)), To("data_type", Int(v1::DATA_TYPE_FLOAT16)),
+                        To("commit_mode", Int(v1::COMMIT_MODE_EXPLICIT)),
+                        To("non_finite_policy", Int(v1::NON_FINITE_POLICY_REFUSE)), To("outputs", Int(v1::TOKEN_OUTPUT_ARGMAX)),
+                        To("return_grad_hidden", Int(0)), To("grad_hidden_data_type", Int(v1::DATA_TYPE_FLOAT32)),
+                        To("grad_hidden_scale", Real(0.5)), To("terms.head.head", Text("tenants/default/heads/other")),
+                        To("terms.head.head_epoch", Text(std::string(16, 'f'))), To("terms.head.step", Int(8)),
+                        To("terms.targets.data", bytes(16)), To("terms.ignore_index", Int(0)), To("terms.token_weights", floats(4)),
+                        To("terms.loss_scale", Real(2)), To("terms.expected_weight_version", Int(1)), To("terms", Times(2))});
+    v1::MicroBatchHeader longer = base;
+    longer.set_row_count(5);
+    longer.mutable_terms(0)->set_row_count(4);
+    expect_apart(longer, {To("terms.row_start", Int(0)), To("terms.row_start", Int(1))});
+  }
+  expect_apart(CrossEntropy(), {To("terms.cross_entropy.label_smoothing", Real(0.1)), To("terms.cross_entropy.z_loss", Real(0.1)),
+                                To("terms.cross_entropy.class_weights", floats(9)), To("terms.cross_entropy.temperature", Real(2)),
+                                To("terms.cross_entropy.token_scaling", Int(1)), To("terms.entropy_factors", floats(4)),
+                                To("terms.lse_factors", floats(4)), To("terms.gradient_resolution", Real(0.5)),
+                                To("terms.gradient_resolution", Real(0.25))});
+  const std::string jsd = "terms.jensen_shannon.";
+  const std::string teacher = "terms.teacher_hidden.";
+  expect_apart(Jsd(),
+               {To(jsd + "beta", Real(0.1)), To(jsd + "student_temperature", Real(2)), To(jsd + "teacher_temperature", Real(2)),
+                To(jsd + "hard_loss_weight", Real(0.25)), To(jsd + "vocab_alignment", Int(v1::VOCAB_ALIGNMENT_TRUNCATE_TO_COMMON)),
+                To(jsd + "hard_loss.z_loss", Real(0.1)), To(teacher + "head", Text("tenants/default/heads/u")),
+                To(teacher + "head_epoch", Text(std::string(16, 't'))), To(teacher + "data_type", Int(v1::DATA_TYPE_BFLOAT16)),
+                To(teacher + "expected_weight_version", Int(1))});
+  v1::MicroBatchHeader soft = Jsd();
+  soft.mutable_terms(0)->mutable_jensen_shannon()->set_hard_loss_weight(0);
+  expect_apart(soft, {To("terms.targets", Clear())});
+  const std::string top_k = "terms.top_k_teacher.";
+  expect_apart(TopK(), {To(jsd + "student_temperature", Real(2)), To(top_k + "ids.data", bytes(32)),
+                        To(top_k + "log_probs.data", bytes(32)), To("terms.targets", Clear())});
+}
+
+std::string CanonicalGradient(const v1::AddGradientHeader& header) {
+  const auto request = DecodeAddGradientHeader(header);
+  EXPECT_TRUE(request.ok()) << request.status();
+  return request.ok() ? CanonicalHeader(*request) : "";
 }
 
 TEST(CanonicalHeader, OfAGradientTellsEverythingApart) {
@@ -215,31 +225,17 @@ TEST(CanonicalHeader, OfAGradientTellsEverythingApart) {
   base.mutable_head()->set_step(7);
   base.set_micro_batch(3);
   base.set_row_count(4);
-  const auto canonical = [](const v1::AddGradientHeader& header) {
-    const auto request = DecodeAddGradientHeader(header);
-    EXPECT_TRUE(request.ok()) << request.status();
-    return request.ok() ? CanonicalHeader(*request) : "";
-  };
   v1::AddGradientHeader same = base;
   same.set_factor(1);
   same.set_attempt(2);
   same.set_session_id(std::string(32, 's'));
-  EXPECT_EQ(canonical(same), canonical(base));
-  std::set<std::string> seen = {canonical(base)};
-  const std::vector<std::function<void(v1::AddGradientHeader*)>> changes = {
-      [](auto* h) { h->mutable_head()->set_head("tenants/other/heads/h"); },
-      [](auto* h) { h->mutable_head()->set_head_epoch(std::string(16, 'f')); },
-      [](auto* h) { h->mutable_head()->set_step(8); },
-      [](auto* h) { h->set_micro_batch(4); },
-      [](auto* h) { h->set_row_start(1); },
-      [](auto* h) { h->set_row_count(5); },
-      [](auto* h) { h->set_factor(-1); },
-  };
-  for (const auto& change : changes) {
-    v1::AddGradientHeader header = base;
-    change(&header);
-    EXPECT_TRUE(seen.insert(canonical(header)).second);
-  }
+  EXPECT_EQ(CanonicalGradient(same), CanonicalGradient(base));
+  std::set<std::string> seen = {CanonicalGradient(base)};
+  ExpectApart(
+      base,
+      {To("head.head", Text("tenants/other/heads/h")), To("head.head_epoch", Text(std::string(16, 'f'))), To("head.step", Int(8)),
+       To("micro_batch", Int(4)), To("row_start", Int(1)), To("row_count", Int(5)), To("factor", Real(-1))},
+      CanonicalGradient, &seen);
 }
 
 }  // namespace
