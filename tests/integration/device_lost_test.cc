@@ -75,12 +75,6 @@ TEST_F(DeviceLost, HealthTellsBeforeTheCallThatMetItIsAnswered) {
   EXPECT_THAT(message_, HasSubstr("illegal memory access"));
 }
 
-TEST_F(DeviceLost, IsNoticedWithoutAnyCall) {
-  server_->gate().Lose(Illegal());
-  EXPECT_TRUE(Await([&] { return told_ == 1; }));
-  EXPECT_EQ(HealthOf(""), 2);
-}
-
 TEST_F(DeviceLost, AFailureThatTheDeviceSurvivesIsTheCallsAlone) {
   const TestHead head = server_->MakeHead("h", SmallSpec());
   server_->gate().FailNext(MakeError(ErrorReason::kEngineFailed, "shard 0 failed"));

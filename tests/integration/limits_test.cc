@@ -251,46 +251,30 @@ TEST(StreamLimits, OfTheirTime) {
   EXPECT_THAT(ended.error_message(), HasSubstr("max_stream_time"));
   EXPECT_TRUE(server.AwaitNothingInFlight());
   EXPECT_EQ(server.Snapshot(head), before);
-  // An upload, whose thread reads.
-  grpc::ClientContext context;
-  EXPECT_EQ(EndOf(*server.heads().UploadWeights(&context)).error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
 }
 
-TEST(StreamLimits, OfTheirIdleTimeAreToldTheClient) {
-  ServerSetup setup;
-  setup.options.stream_idle_timeout = absl::Milliseconds(200);
+// Whatever the stream, and though it never says what it wants.
+void ExpectEnds(const ServerSetup& setup, grpc::StatusCode code, const std::string& limit) {
   WireServer server(setup);
-  grpc::ClientContext context;
-  const grpc::Status ended = EndOf(*server.heads().UploadWeights(&context));
-  EXPECT_EQ(ended.error_code(), grpc::StatusCode::CANCELLED);
-  EXPECT_THAT(ended.error_message(), HasSubstr("stream_idle_timeout"));
-}
-
-// What the server says of streams that never say what they want.
-void ExpectEndsWithoutHeader(WireServer& server, const std::string& reason, const std::string& limit) {
+  const auto expect = [&](auto method, auto& stub) {
+    grpc::ClientContext context;
+    const grpc::Status ended = EndOf(*(stub.*method)(&context));
+    EXPECT_EQ(ended.error_code(), code);
+    EXPECT_THAT(ended.error_message(), HasSubstr(limit));
+  };
   for (int repeat = 0; repeat < 3; ++repeat) {
-    grpc::ClientContext compute_context;
-    const grpc::Status compute = EndOf(*server.loss().ComputeLoss(&compute_context));
-    EXPECT_EQ(ReasonOf(compute), reason);
-    EXPECT_THAT(compute.error_message(), HasSubstr(limit));
-    grpc::ClientContext transfer_context;
-    const grpc::Status transfer = EndOf(*server.loss().TransferRows(&transfer_context));
-    EXPECT_EQ(ReasonOf(transfer), reason);
-    EXPECT_THAT(transfer.error_message(), HasSubstr(limit));
+    expect(&Loss::ComputeLoss, server.loss());
+    expect(&Loss::TransferRows, server.loss());
+    expect(&Heads::UploadWeights, server.heads());
   }
 }
 
-TEST(StreamLimits, OfStreamsWithoutAHeaderAreToldWithTheirReason) {
-  ServerSetup setup;
-  setup.options.stream_idle_timeout = absl::Milliseconds(100);
-  {
-    WireServer server(setup);
-    ExpectEndsWithoutHeader(server, "CANCELLED", "stream_idle_timeout");
-  }
-  setup.options.stream_idle_timeout = absl::Seconds(60);
-  setup.options.limits.max_stream_time = absl::Milliseconds(100);
-  WireServer server(setup);
-  ExpectEndsWithoutHeader(server, "DEADLINE_EXCEEDED", "max_stream_time");
+TEST(StreamLimits, OfTheirTimesAreReportedToTheClient) {
+  ServerSetup idle;
+  idle.options.stream_idle_timeout = absl::Milliseconds(100);
+  ExpectEnds(idle, grpc::StatusCode::CANCELLED, "stream_idle_timeout");
+  ExpectEnds(WithLimit(&service::Limits::max_stream_time, absl::Milliseconds(100)), grpc::StatusCode::DEADLINE_EXCEEDED,
+             "max_stream_time");
 }
 
 // A watch of the health that has begun: its first answer has come.
@@ -396,21 +380,31 @@ TEST(Overload, TheQueueIsBounded) {
   EXPECT_EQ(server.Steps(head).open().micro_batches_size(), 3);
 }
 
-// Health is truthful whatever the load: every thread that calls may hold is held.
-TEST(Overload, HealthIsAnsweredWhenNoThreadIsFree) {
+// Uploads that stand still hold every thread. Health is truthful whatever the load; another client's call makes them give way, and
+// gets in.
+TEST(Overload, UploadsThatStandStillGiveWay) {
   ServerSetup setup;
   setup.options.max_threads = 8;
   WireServer server(setup);
   const TestHead head = server.MakeHead("h", SmallSpec());
+  const std::string before = server.Snapshot(head);
   std::deque<OpenStream> held;
   for (int64_t id = 0; id < 8; ++id) held.emplace_back(server.loss(), CrossEntropyHeader(head, 0, id, {1, 2, 3}), Rows(1), 1);
   ASSERT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 960));
-  const WireError error = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 9, {1}), Rows(1)).status);
+  const auto another = [&] { return server.Compute(CrossEntropyHeader(head, 0, 9, {1}), Rows(1)).status; };
+  const WireError error = DecodeError(another());
   EXPECT_EQ(error.reason, "QUEUE_FULL");
   EXPECT_EQ(error.at("limit"), "max_threads");
   EXPECT_TRUE(error.retry_ms.has_value());
   EXPECT_EQ(headwater::testing::Health(server.NewChannel(), ""), 1);
+  EXPECT_EQ(server.Snapshot(head), before);
+  EXPECT_TRUE(Await([&] {
+    const grpc::Status status = another();
+    EXPECT_TRUE(status.ok() || ReasonOf(status) == "QUEUE_FULL") << ReasonOf(status);
+    return status.ok();
+  }));
   for (OpenStream& stream : held) stream.Cancel();
+  EXPECT_EQ(server.Steps(head).open().micro_batches_size(), 1);
 }
 
 // gRPC hands over a call that is no stream when its request is there.
@@ -431,26 +425,6 @@ TEST(Overload, CallsWhoseRequestDoesNotComeHoldNoThread) {
     taken = frame->type == kPingFrame;
   }
   EXPECT_TRUE(Ask(tcp.server.NewChannel(), kLong).ok());
-}
-
-// Uploads that stand still hold every thread: another client's call makes them give way, and gets in.
-TEST(Overload, UploadsThatStandStillGiveWay) {
-  ServerSetup setup;
-  setup.options.max_threads = 8;
-  WireServer server(setup);
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  const std::string before = server.Snapshot(head);
-  std::deque<OpenStream> held;
-  for (int64_t id = 0; id < 8; ++id) held.emplace_back(server.loss(), CrossEntropyHeader(head, 0, id, {1, 2, 3}), Rows(1), 1);
-  ASSERT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 960));
-  EXPECT_EQ(server.Snapshot(head), before);
-  EXPECT_TRUE(Await([&] {
-    const grpc::Status status = server.Compute(CrossEntropyHeader(head, 0, 9, {1}), Rows(1)).status;
-    EXPECT_TRUE(status.ok() || ReasonOf(status) == "QUEUE_FULL") << ReasonOf(status);
-    return status.ok();
-  }));
-  for (OpenStream& stream : held) stream.Cancel();
-  EXPECT_EQ(server.Steps(head).open().micro_batches_size(), 1);
 }
 
 // The same for the bytes in flight.

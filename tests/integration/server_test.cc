@@ -1,20 +1,10 @@
-// The server around the handlers: limits at and above, health, metrics, request ids, paging, start and options.
-#include <arpa/inet.h>
+// The server around the handlers: limits at and above, metrics, traces, request ids, start and options.
 #include <gmock/gmock.h>
-#include <grpcpp/support/proto_buffer_writer.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cstdlib>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "tests/integration/support/open_stream.h"
@@ -28,53 +18,6 @@ using ::testing::HasSubstr;
 using ::testing::MatchesRegex;
 using ::testing::Not;
 
-int Health(WireServer& server, const std::string& service) { return headwater::testing::Health(server.NewChannel(), service); }
-
-const std::vector<std::string> kHealthNames = {"", "headwater.v1.LossService", "headwater.v1.HeadService",
-                                               "headwater.v1.SessionService", "headwater.v1.GroupService"};
-
-TEST(Health, IsServingOnlyAfterTheSelfTestAndUntilTheDrain) {
-  ServerSetup setup;
-  setup.ready = false;
-  WireServer server(setup);
-  for (const std::string& name : kHealthNames) EXPECT_EQ(Health(server, name), 2) << name;
-  v1::Head head;
-  const WireError starting = DecodeError(server.Create("tenants/default/heads/h", SmallSpec(), &head));
-  EXPECT_EQ(starting.reason, "STARTING");
-  EXPECT_EQ(starting.code, grpc::StatusCode::UNAVAILABLE);
-  grpc::ClientContext context;
-  v1::TransferRowsResponse response;
-  const auto stripe = server.loss().TransferRows(&context);
-  EXPECT_FALSE(stripe->Read(&response));
-  EXPECT_EQ(ReasonOf(stripe->Finish()), "STARTING");
-  EXPECT_THAT(server.server().SerializeMetrics(), HasSubstr("headwater_serving 0\n"));
-
-  server.gate().Close();
-  absl::Status ready = absl::UnknownError("has not run");
-  std::thread self_test([&] { ready = server.server().BecomeReady(); });
-  server.gate().AwaitWaiting();
-  for (const std::string& name : kHealthNames) EXPECT_EQ(Health(server, name), 2) << name;
-  server.gate().Open();
-  self_test.join();
-  EXPECT_TRUE(ready.ok()) << ready.message();
-  for (const std::string& name : kHealthNames) EXPECT_EQ(Health(server, name), 1) << name;
-  EXPECT_EQ(Health(server, "headwater.v1.NoSuchService"), -1);
-  EXPECT_THAT(server.server().SerializeMetrics(), HasSubstr("headwater_serving 1\n"));
-  EXPECT_EQ(ReasonOf(server.Create("tenants/default/heads/h", SmallSpec(), &head)), "OK");
-
-  server.gate().Close();
-  TestHead waiting = server.MakeHead("waiting", SmallSpec());
-  std::thread call(
-      [&] { EXPECT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(waiting, 0, 0, {1}), Bytes(Random(5, 1, 1))).status), "OK"); });
-  server.gate().AwaitWaiting();
-  std::thread drain([&] { EXPECT_TRUE(server.server().Drain(absl::Seconds(20))); });
-  while (Health(server, "") == 1) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  for (const std::string& name : kHealthNames) EXPECT_EQ(Health(server, name), 2) << name;
-  server.gate().Open();
-  drain.join();
-  call.join();
-}
-
 TEST(Reflection, IsThereOnlyIfAskedFor) {
   const std::string method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
   WireServer without;
@@ -87,13 +30,12 @@ TEST(Reflection, IsThereOnlyIfAskedFor) {
   EXPECT_THAT(reply.answer, HasSubstr("headwater.v1.LossService"));
 }
 
+// bad_values_*.cc has those of which the usual value is tried.
 TEST(Limits, AreAcceptedAtTheLimitAndRefusedOneAbove) {
   ServerSetup setup;
   service::Limits& limits = setup.options.limits;
   limits.max_hidden_size = 8;
-  limits.max_vocab_size = 16;
   limits.max_chunk_bytes = 64;
-  limits.max_micro_batch_rows = 12;
   limits.max_staging_slots = 3;
   limits.max_step_micro_batches = 4;
   limits.max_heads = 3;
@@ -108,34 +50,22 @@ TEST(Limits, AreAcceptedAtTheLimitAndRefusedOneAbove) {
     EXPECT_EQ(error.at("actual"), actual);
   };
   v1::Head unused;
-  v1::HeadSpec largest = SmallSpec(16, 8);
-  largest.set_staging_slots(3);
-  const TestHead head = server.MakeHead("largest", largest);
-  expect_limit(server.Create("tenants/default/heads/x", SmallSpec(17, 8), &unused), "max_vocab_size", "16", "17");
-  expect_limit(server.Create("tenants/default/heads/x", SmallSpec(16, 9), &unused), "max_hidden_size", "8", "9");
-  v1::HeadSpec slots = largest;
-  slots.set_staging_slots(4);
-  expect_limit(server.Create("tenants/default/heads/x", slots, &unused), "max_staging_slots", "3", "4");
-
+  v1::HeadSpec spec = SmallSpec(16, 8);
+  spec.set_staging_slots(3);
+  const TestHead head = server.MakeHead("h", spec);
+  spec.set_staging_slots(4);
+  expect_limit(server.Create("tenants/default/heads/x", spec, &unused), "max_staging_slots", "3", "4");
   // Two rows of 32 bytes are a chunk at the limit.
-  const std::vector<int32_t> targets(12, 1);
-  const std::string rows = Bytes(Random(96, 1, 1));
-  ASSERT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(head, 0, 0, targets), rows, "", {.chunk_rows = 2}).status), "OK");
-  expect_limit(server.Compute(CrossEntropyHeader(head, 0, 1, targets), rows, "", {.chunk_rows = 3}).status, "max_chunk_bytes", "64",
-               "96");
-  expect_limit(server.Compute(CrossEntropyHeader(head, 0, 1, std::vector<int32_t>(13, 1)), rows).status, "max_micro_batch_rows",
-               "12", "13");
-
-  for (int64_t id = 1; id < 4; ++id) {
-    ASSERT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(head, 0, id, {1}), Bytes(Random(8, 1, 1))).status), "OK");
-  }
-  const WireError too_many = DecodeError(server.Compute(CrossEntropyHeader(head, 0, 4, {1}), Bytes(Random(8, 1, 1))).status);
-  EXPECT_EQ(too_many.reason, "LIMIT_EXCEEDED");
+  const auto compute = [&](int64_t id, int64_t chunk_rows) {
+    const v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, id, std::vector<int32_t>(12, 1));
+    return server.Compute(header, Bytes(Random(96, 1, 1)), "", {.chunk_rows = chunk_rows}).status;
+  };
+  expect_limit(compute(0, 3), "max_chunk_bytes", "64", "96");
+  for (const int64_t id : {0, 1, 2, 3}) EXPECT_EQ(ReasonOf(compute(id, 2)), "OK");
+  EXPECT_EQ(ReasonOf(compute(4, 2)), "LIMIT_EXCEEDED");
   EXPECT_EQ(ReasonOf(server.Seal(head, 0, {0, 1, 2, 3, 4})), "LIMIT_EXCEEDED");
   EXPECT_EQ(ReasonOf(server.Seal(head, 0, {0, 1, 2, 3})), "OK");
-
-  Require(server.Create("tenants/default/heads/second", SmallSpec(), &unused), "second head");
-  Require(server.Create("tenants/default/heads/third", SmallSpec(), &unused), "third head, at the limit");
+  for (const char* const id : {"second", "third"}) server.MakeHead(id, SmallSpec());
   EXPECT_EQ(ReasonOf(server.Create("tenants/default/heads/fourth", SmallSpec(), &unused)), "QUOTA_EXCEEDED");
 }
 
@@ -183,26 +113,6 @@ TEST(RequestIds, AreTakenOverOrMade) {
   EXPECT_EQ(id_of(std::string(128, 'a')), std::string(128, 'a'));
 }
 
-// What a scrape over HTTP returns.
-std::string Scrape(int port) {
-  const int socket_fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  std::string response;
-  if (connect(socket_fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0) {
-    const std::string request = "GET /metrics HTTP/1.0\r\n\r\n";
-    if (write(socket_fd, request.data(), request.size()) == static_cast<ssize_t>(request.size())) {
-      char buffer[4096];
-      for (ssize_t count = 0; (count = read(socket_fd, buffer, sizeof(buffer))) > 0;)
-        response.append(buffer, static_cast<size_t>(count));
-    }
-  }
-  close(socket_fd);
-  return response;
-}
-
 TEST(Metrics, TellWhatHappened) {
   ServerSetup setup;
   setup.options.metrics_address = "127.0.0.1:0";
@@ -226,7 +136,7 @@ TEST(Metrics, TellWhatHappened) {
   Require(server.Apply(apply), "applied");
 
   ASSERT_NE(server.server().metrics_port(), 0);
-  const std::string text = Scrape(server.server().metrics_port());
+  const std::string text = server.server().SerializeMetrics();
   for (const char* line : {
            "headwater_requests_total{code=\"OK\",method=\"ComputeLoss\"} 3\n",
            "headwater_requests_total{code=\"ABORTED\",method=\"ComputeLoss\"} 1\n",
@@ -273,18 +183,14 @@ constexpr char kTraceId[] = "0af7651916cd43dd8448eb211c80319c";
 // What a call was traced as, once there are `count` files; the newest one.
 std::string AwaitTrace(const std::string& folder, size_t count) {
   std::vector<std::filesystem::path> files;
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while (files.size() != count && std::chrono::steady_clock::now() < deadline) {
+  EXPECT_TRUE(Await([&] {
     files.clear();
     for (const auto& entry : std::filesystem::directory_iterator(folder)) {
       if (entry.path().extension() == ".json") files.push_back(entry.path());
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  EXPECT_EQ(files.size(), count);
-  if (files.empty()) return "";
-  std::ifstream file(*std::max_element(files.begin(), files.end()));
-  return {std::istreambuf_iterator<char>(file), {}};
+    return files.size() == count;
+  }));
+  return files.empty() ? "" : ReadFile(*std::max_element(files.begin(), files.end()));
 }
 
 TEST(Traces, OfMicroBatchesAreWrittenIfTheCallerRecordsThem) {

@@ -3,7 +3,6 @@
 #include <openssl/evp.h>
 
 #include <stdexcept>
-#include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
@@ -11,17 +10,9 @@
 #include "absl/strings/str_join.h"
 #include "headwater/kernels/engine.h"
 #include "tests/integration/support/raw_call.h"
+#include "tests/integration/support/wire_server.h"
 
 namespace headwater::testing {
-namespace {
-
-template <typename T>
-T Valued(absl::StatusOr<T> value, const std::string& what) {
-  if (!value.ok()) throw std::runtime_error(absl::StrCat(what, ": ", value.status().message()));
-  return *std::move(value);
-}
-
-}  // namespace
 
 std::string TokenText(const std::string& name) { return "token-of-" + name; }
 
@@ -75,28 +66,15 @@ std::vector<std::string> SecuredServer::ports() const {
   return names;
 }
 
-std::shared_ptr<grpc::Channel> SecuredServer::Connect(const std::string& port, const std::optional<Credentials>& client) const {
-  const Credentials& shown = client.has_value() ? *client : client_;
-  grpc::SslCredentialsOptions options;
-  options.pem_root_certs = server_authority_.certificate();
-  options.pem_cert_chain = shown.certificate;
-  options.pem_private_key = shown.key;
-  return Open(port, options);
-}
-
-std::shared_ptr<grpc::Channel> SecuredServer::ConnectWithoutCertificate(const std::string& port) const {
-  grpc::SslCredentialsOptions options;
-  options.pem_root_certs = server_authority_.certificate();
-  return Open(port, options);
-}
-
-std::shared_ptr<grpc::Channel> SecuredServer::Open(const std::string& port, const grpc::SslCredentialsOptions& options) const {
+std::shared_ptr<grpc::Channel> SecuredServer::Connect(const std::string& port, const Credentials& client,
+                                                      const std::string& root) const {
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
   const bool plain = absl::StartsWith(address(port), "unix:");
-  return grpc::CreateCustomChannel(address(port), plain ? grpc::InsecureChannelCredentials() : grpc::SslCredentials(options),
-                                   arguments);
+  return grpc::CreateCustomChannel(
+      address(port), plain ? grpc::InsecureChannelCredentials() : grpc::SslCredentials({root, client.key, client.certificate}),
+      arguments);
 }
 
 grpc::Status CallEmpty(const std::shared_ptr<grpc::Channel>& channel, const std::string& path,

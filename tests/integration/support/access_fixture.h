@@ -7,7 +7,6 @@
 
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,9 +31,13 @@ class SecuredServer {
 
   const std::string& address(const std::string& port) const { return addresses_.at(port); }
   std::vector<std::string> ports() const;
-  // With a certificate that the server trusts, or these credentials. A connection of its own.
-  std::shared_ptr<grpc::Channel> Connect(const std::string& port, const std::optional<Credentials>& client = std::nullopt) const;
-  std::shared_ptr<grpc::Channel> ConnectWithoutCertificate(const std::string& port) const;
+  // With a certificate that the server trusts, or these credentials, which may be empty; trusts the server's authority, or this
+  // one. A connection of its own.
+  std::shared_ptr<grpc::Channel> Connect(const std::string& port) const { return Connect(port, client_); }
+  std::shared_ptr<grpc::Channel> Connect(const std::string& port, const Credentials& client) const {
+    return Connect(port, client, server_authority_.certificate());
+  }
+  std::shared_ptr<grpc::Channel> Connect(const std::string& port, const Credentials& client, const std::string& root) const;
 
   // ---- files that the server reads
   std::string certificate_path() const { return folder_.path() + "/server.crt"; }
@@ -49,8 +52,6 @@ class SecuredServer {
   service::Server& server() { return *server_; }
 
  private:
-  std::shared_ptr<grpc::Channel> Open(const std::string& port, const grpc::SslCredentialsOptions& options) const;
-
   const TestAuthority server_authority_{"servers"};
   const TestAuthority client_authority_{"clients"};
   const Credentials client_ = client_authority_.Issue("client");
