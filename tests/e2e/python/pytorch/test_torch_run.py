@@ -162,6 +162,18 @@ def test_a_beginning_that_nothing_has_changed_needs_no_state(one_shard, make_hea
 # ---- a state of each rank's own -----------------------------------------------------------------------------------------
 
 
+def test_ranks_may_have_states_of_their_own(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    state, ranked = (headwater.torch.TrainerState(tmp_path, rank=rank, model=model) for rank in (None, 1))
+    state.save(1)
+    ranked.save(2)
+    assert not state.every_rank and ranked.every_rank and state.steps() == [1] and ranked.steps() == [2]
+    with refused("MISSING_FIELD", ValueError):
+        headwater.torch.TrainerState(tmp_path)
+    with refused("INVALID_FIELD", ValueError):
+        headwater.torch.TrainerState(tmp_path, model=3)
+
+
 @pytest.fixture
 def start(one_shard, make_head, problem):
     """Starts two trainers, a first time or again: `start(folders, dies_at)`; what they have begun at, and the weights."""

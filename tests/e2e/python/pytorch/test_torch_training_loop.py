@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import running_server
 from expectations import refused
 from torch_language_model import (
     SERVER_ADAMW,
@@ -23,49 +24,13 @@ from torch_language_model import (
     train_in_process,
     train_with,
 )
-from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, check_step, relative
+from torch_model import Problem, relative
 from torch_ranks import Ranks
 
 import headwater
 import headwater.torch
 
 TOLERANCE = 1e-5  # as in test_torch_tied.py
-
-
-class Scaler:
-    """The protocol of torch.amp.GradScaler, for tests without a GPU."""
-
-    def __init__(self, scale):
-        self.value, self.found_inf, self.unscaled, self.steps = scale, False, False, 0
-
-    def scale(self, loss):
-        return loss * self.value
-
-    def unscale_(self, optimizer):
-        assert not self.unscaled
-        self.unscaled = True
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad /= self.value
-                    self.found_inf |= not torch.isfinite(parameter.grad).all()
-
-    def step(self, optimizer):
-        if not self.unscaled:
-            self.unscale_(optimizer)
-        if not self.found_inf:
-            optimizer.step()
-            self.steps += 1
-
-    def update(self, new_scale=None):
-        assert new_scale or self.unscaled, "No inf checks were recorded prior to update."
-        self.value, self.found_inf, self.unscaled = new_scale or self.value, False, False
-
-    def get_scale(self):
-        return self.value
-
-    def get_backoff_factor(self):
-        return 0.5
 
 
 # ---- closing a step -----------------------------------------------------------------------------------------------------
@@ -102,148 +67,6 @@ def test_two_heads_are_clipped_by_one_global_norm(one_shard, make_head, problem,
     for new, old, reference in zip(after, before, expected, strict=True):
         assert relative(new.double() - old, reference.detach() - old) <= 1e-4
     assert trunk.grad is None
-
-
-def test_the_heads_learning_rate_follows_a_scheduler(head, trunk, problem):
-    optimizer = torch.optim.SGD([trunk], lr=0.5)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    loop, loss_fn = headwater.torch.TrainingLoop(head, optimizer), headwater.torch.CrossEntropyLoss(head)
-    rates = []
-    for _ in range(3):
-        loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
-        rates.append(loop.step().learning_rate)
-        scheduler.step()
-    assert rates == [0.5, 0.25, 0.125]
-
-
-@pytest.mark.parametrize("where", ("body", "head"))
-def test_an_overflow_is_skipped_on_all_sides(head, trunk, problem, where):
-    scaler = Scaler(2.0**4)
-    loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1), scaler=scaler)
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-    loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
-    if where == "body":
-        trunk.grad[0, 0] = float("inf")
-    else:
-        bad = torch.full((1, head.spec.hidden_size), float("nan"))
-        head.add_gradient(bad.numpy(), micro_batch=1)
-    outcome = loop.step(expected_micro_batches=1 if where == "body" else 2)
-    assert not outcome.applied and scaler.value == 2.0**3 and scaler.steps == 0 and math.isnan(outcome.global_grad_norm)
-    assert torch.equal(trunk.detach(), problem.trunk) and relative(head.weight(), problem.weight.double()) == 0
-    assert head.step_state().last_closed.state == "DISCARDED" and trunk.grad is None
-    # The next one is right, and the scale has left no trace.
-    loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
-    assert loop.step().applied and scaler.steps == 1
-    check_step(problem, head, trunk)
-
-
-@pytest.mark.parametrize("owner", ("server", "trainer", "nobody's body"))
-def test_a_scaler_that_sees_no_gradient_of_the_body(one_shard, names, owner):
-    """The body is frozen, so backward leaves nothing to unscale; what comes from the head has no scale on it."""
-    problem, scaler = Problem(np.random.default_rng(5)), Scaler(64.0)
-    layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
-    layer.load_state_dict({"weight": problem.weight, "bias": problem.bias})
-    frozen = problem.parameter()
-    if owner == "trainer":
-        options, optimizer = {"optimizer": "torch"}, torch.optim.SGD(layer.parameters(), lr=0.1)
-    else:
-        options, optimizer = {"optimizer": headwater.SGD()}, torch.optim.SGD([frozen], lr=0.1) if owner == "server" else None
-    head = headwater.torch.attach(one_shard.client, names(one_shard.client), layer, **options)
-    loop = headwater.torch.TrainingLoop(head, optimizer, scaler=scaler)
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
-    for step in range(2):  # a scaler unscales once between two updates
-        loop.backward(loss_fn(problem.inputs @ frozen.detach().T, problem.targets))
-        assert loop.step(0.1).applied and scaler.value == 64.0
-        if step == 0:
-            assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= 1e-5
-            assert relative(problem.bias - torch.tensor(head.bias()), 0.1 * expected[2]) <= 1e-5
-    assert torch.equal(frozen.detach(), problem.trunk)
-
-
-def test_a_step_that_was_lost_once_it_was_unscaled(head, trunk, problem, monkeypatch):
-    """A scaler unscales once between two updates: what has failed in between must not stand in the way of the next step."""
-    scaler = Scaler(64.0)
-    loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1), scaler=scaler)
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-
-    def lost(**_):
-        raise headwater.StepLostError("the server was started again", reason="STEP_LOST")
-
-    loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
-    with monkeypatch.context() as patch:
-        patch.setattr(head, "apply_optimizer_step", lost)
-        with refused("STEP_LOST", headwater.StepLostError):
-            loop.step()
-    assert loop.resume() == 0 and scaler.value == 64.0
-    loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
-    assert loop.step().applied and scaler.steps == 1
-    check_step(problem, head, trunk)
-
-
-@pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="this PyTorch scales on a GPU only")
-def test_pytorchs_own_scaler(head, trunk, problem):
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    loop = headwater.torch.TrainingLoop(head, torch.optim.SGD([trunk], lr=0.1), scaler=scaler, max_grad_norm=100.0)
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-    applied = []
-    for step in range(3):
-        loop.backward(loss_fn(problem.inputs @ trunk.T, problem.targets))
-        if step == 0:
-            trunk.grad[0, 0] = float("inf")
-        if step == 1:  # an overflow that the body knows nothing of
-            head.add_gradient(torch.full((1, head.spec.hidden_size), float("nan")), micro_batch=1)
-        applied.append(loop.step(expected_micro_batches=2 if step == 1 else 1).applied)
-    assert applied == [False, False, True] and scaler.get_scale() == 2.0**8
-    check_step(problem, head, trunk)
-
-
-@pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="this PyTorch scales on a GPU only")
-def test_the_scale_grows_again_as_late_after_an_overflow_as_it_does_in_pytorch(one_shard, make_head, problem):
-    """Three good steps in a row, those before the overflow not among them."""
-    scales = []
-    for head in (problem.head(one_shard.client, make_head), None):
-        trunk = problem.parameter()
-        optimizer = torch.optim.SGD([trunk], lr=0.01)
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
-        loop = head and headwater.torch.TrainingLoop(head, optimizer, scaler=scaler)
-        scales.append([])
-        for step in range(8):
-            hidden = problem.inputs @ trunk.T
-            if loop:
-                loop.backward(headwater.torch.cross_entropy(head, hidden, problem.targets))
-            else:
-                scaler.scale(F.cross_entropy(hidden @ problem.weight.T, problem.targets)).backward()
-            if step == 2:
-                trunk.grad[0, 0] = float("inf")
-            if loop:
-                loop.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-            scales[-1].append(scaler.get_scale())
-    assert scales[0] == scales[1] == [16, 16, 8, 8, 8, 16, 16, 16]
-
-
-@pytest.mark.parametrize("tied", ("trainer", "server"))
-def test_tied_weights_under_a_scaler_and_a_gradient_factor(one_shard, names, tied):
-    """Whatever scales the head's gradient until it is applied, the embedding's part of the same weight is not scaled twice."""
-    results = []
-    for scaler, factor in ((None, 1.0), (Scaler(64.0), 1.0), (Scaler(64.0), 0.25)):
-        model = LanguageModel(tied=True)
-        # grad_hidden_scale takes back on the body what gradient_factor would leave on the head alone.
-        loss, options = {"grad_hidden_scale": factor}, {"scaler": scaler, "gradient_factor": factor, "max_grad_norm": 1.0}
-        _, loop, loss_fn = attach_with_loop(one_shard.client, names(one_shard.client), model, tied, loss=loss, **options)
-        for step in range(4):
-            for index in range(2):
-                inputs, targets = micro_batch(step, index)
-                loop.backward(loss_fn(model.body(inputs), targets) / (2 * factor))
-            loop.step()
-        results.append(model)
-    for other in results[1:]:
-        for name, change in changes(results[0], other).items():
-            assert change <= TOLERANCE, f"{name}: {change:.2g}"
 
 
 def test_a_head_that_the_trainer_owns_is_clipped_whichever_parameters_are_named(one_shard, names):
@@ -546,15 +369,6 @@ def test_a_trainer_that_dies_at_a_checkpoint_takes_the_head_as_it_is(start, undi
     finish(second, 4, undisturbed)
 
 
-def test_a_checkpoint_that_was_cut_short_falls_back_to_the_one_before(start, undisturbed):
-    first = begun(start, 5)
-    first.state.save(5)  # the trainer's part is there, the head's is not
-    first.head.apply_optimizer_step(learning_rate=0, expected_micro_batches=0, allow_empty=True)
-    second = start(seed=1)
-    assert second.loop.resume() == 4
-    finish(second, 4, undisturbed)
-
-
 def test_going_back_to_a_given_step_in_mid_run(start, undisturbed):
     run = begun(start, 7)
     assert run.loop.resume(2) == 2
@@ -567,7 +381,7 @@ def test_going_back_to_a_given_step_in_mid_run(start, undisturbed):
 def test_what_was_left_by_going_back_is_not_gone_to_again(start):
     run = begun(start, 7)
     assert run.state.steps() == [0, 2, 4, 6] and run.loop.resume(2) == 2
-    steps = []
+    steps, outcomes = [], []
 
     def train_step(step):
         steps.append(step)
@@ -576,8 +390,27 @@ def test_what_was_left_by_going_back_is_not_gone_to_again(start):
             raise headwater.StepLostError("the server was started again", reason="STEP_LOST")
 
     # `run` resumes, at its beginning and after the loss: from step 2, and from 4, which was saved anew; not from 6.
-    run.loop.run(train_step, 6)
+    run.loop.run(train_step, 6, learning_rate=lambda step: step * 1e-3, on_step=outcomes.append)
     assert steps == [2, 3, 4, 4, 5]
+    assert [(o.learning_rate, o.checkpoint) for o in outcomes] == [(2e-3, None), (3e-3, "step-4"), (4e-3, None), (5e-3, "step-6")]
+
+
+def test_a_frozen_teacher_comes_back_with_the_loop_that_keeps_it():
+    with running_server() as server, headwater.connect(server.address) as client:
+        teacher = client.create_head("teacher", torch.randn(67, 20), trainable=False)
+        model = LanguageModel(tied=False)
+        student = headwater.torch.attach(client, "student", model.lm_head, model=model, optimizer=headwater.AdamW())
+        loop = headwater.torch.TrainingLoop([student, teacher], optimizer_of(model.body_parameters()), checkpoint_every=1)
+        loss_fn = headwater.torch.JSDLoss(student, teacher)
+        hidden, teacher_hidden = torch.randn(9, 24), torch.randn(9, 20)
+        assert loop.resume() == 0
+        loop.backward(loss_fn(hidden, teacher_hidden))
+        server.restart()
+        with refused("STEP_LOST", headwater.StepLostError):
+            loop.step()
+        assert loop.resume() == 0
+        loop.backward(loss_fn(hidden, teacher_hidden))
+        assert loop.step().applied
 
 
 def test_a_head_that_was_deleted_comes_back_from_its_checkpoint(start, undisturbed):
