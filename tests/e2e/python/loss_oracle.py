@@ -1,6 +1,6 @@
 """Losses by their definitions in fp64, and their gradients by PyTorch's autograd: the reference."""
 
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -52,25 +52,6 @@ class OracleHead:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
-@dataclass
-class OracleResult:
-    """Everything that a micro-batch yields."""
-
-    loss_sum: float
-    soft_loss_sum: float
-    hard_loss_sum: float
-    z_loss_sum: float
-    valid_token_count: int
-    token_weight_sum: float
-    target_weight_sum: float
-    token_loss: np.ndarray
-    grad_hidden: np.ndarray
-    grad_weight: np.ndarray
-    grad_bias: np.ndarray
-    max_logit: float
-    outputs: dict = field(default_factory=dict)
-
-
 def _jsd(log_q, log_p, beta):
     """Divergence of each row from its log-probabilities, student's and teacher's."""
     if beta in (0, 1):
@@ -103,7 +84,7 @@ def compute(
     truncate_to_common=False,
     grad_hidden_scale=1.0,
 ):
-    """Cross entropy, or with `teacher` the divergence."""
+    """Everything that a micro-batch yields: of the cross entropy, or with `teacher` of the divergence."""
     rows = _leaf(hidden)
     z = head.logits(rows) / temperature
     valid, ids = torch.ones(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.int64)
@@ -138,7 +119,7 @@ def compute(
         **({"target_log_probability": target_log_p} if targets is not None else {}),
     }
     outputs = {name: (values * valid).detach().numpy() for name, values in outputs.items()}
-    return OracleResult(
+    return SimpleNamespace(
         loss_sum=float((weights * token_loss).sum()),
         soft_loss_sum=float((weights * soft).sum()),
         hard_loss_sum=float((weights * hard).sum()),

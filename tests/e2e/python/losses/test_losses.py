@@ -54,13 +54,12 @@ def check(out, head, expected):
     assert out.non_finite_row_count == 0
 
 
-HEAD_OPTIONS = {
-    "plain": {},
-    "padded_vocabulary": {"valid_vocab_size": 500, "bias": True},
-    "all_of_them": {"softcap": 20.0, "logit_scale": 1.5, "valid_vocab_size": 401, "bias": True},
-}
+SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-3, "ignored": 0.2}
 CROSS_ENTROPY_OPTIONS = {
     "plain": {},
+    "head_without_bias": {"head": {"bias": False}, **SMOOTHED},
+    "padded_vocabulary": {"head": {"valid_vocab_size": 500}, **SMOOTHED},
+    "head_with_all_of_them": {"head": {"softcap": 20.0, "logit_scale": 1.5, "valid_vocab_size": 401}, **SMOOTHED},
     "class_weights_and_smoothing": {"class_weights": True, "label_smoothing": 0.2},
     "ignore_index_in_vocabulary": {"ignored": 0.3, "ignore_index": 7},
     "class_weights_of_both_signs": {"class_weights": (-0.5, 2)},
@@ -88,7 +87,7 @@ CROSS_ENTROPY_OPTIONS = {
 }
 
 
-def make(case, rng, make_head, client, *, bias=False, **options):
+def make(case, make_head, client, *, bias=True, **options):
     """The head on the backend, and for the oracle."""
     values = case.bias if bias else None
     head = make_head(client, case.weight, values, **options)
@@ -118,45 +117,26 @@ def arguments(case, rng, valid, options):
 
 @pytest.mark.parametrize("option", CROSS_ENTROPY_OPTIONS)
 def test_cross_entropy_option_matches_fp64(backend, make_head, rng, option):
-    case = Case(rng)
-    head, oracle = make(case, rng, make_head, backend.client, bias=True)
-    targets, options = arguments(case, rng, VOCAB_SIZE, CROSS_ENTROPY_OPTIONS[option])
+    case, options = Case(rng), dict(CROSS_ENTROPY_OPTIONS[option])
+    head, oracle = make(case, make_head, backend.client, **options.pop("head", {}))
+    targets, options = arguments(case, rng, oracle.valid_vocab_size or VOCAB_SIZE, options)
     out = head.cross_entropy(case.hidden, targets, micro_batch=0, outputs=OUTPUTS, **options)
     check(out, head, compute(oracle, case.hidden, targets, **options))
     assert out.state == "COMMITTED" and out.form == "DIRECT" and not out.replayed
 
 
-@pytest.mark.parametrize("loss", ("cross_entropy", "jsd"))
-def test_a_gradient_resolution_changes_gradients_alone(backend, make_head, rng, loss):
+def test_a_gradient_resolution_is_told_with_its_error(backend, make_head, rng):
+    """test_torch_outputs.py has its effect on losses and gradients."""
     case = Case(rng)
-    head, _ = make(case, rng, make_head, backend.client)
-
-    def compute_loss(micro_batch, **options):
-        if loss == "cross_entropy":
-            return head.cross_entropy(case.hidden, case.targets, micro_batch=micro_batch, outputs=("token_loss", "lse"), **options)
-        teacher = case.hidden[::-1].copy()
-        return head.jsd(case.hidden, head, teacher, micro_batch=micro_batch, outputs=("token_loss", "lse"), **options)
-
-    exact = compute_loss(0)
-    dithered = compute_loss(1, gradient_resolution=2.0**-4)
-    assert exact.dither is None and dithered.loss_sum == exact.loss_sum
-    np.testing.assert_array_equal(dithered.token_loss, exact.token_loss)
-    np.testing.assert_array_equal(dithered.lse, exact.lse)
-    assert 0 < dithered.dither.entry_count <= case.hidden.shape[0] * VOCAB_SIZE
+    head, _ = make(case, make_head, backend.client)
+    exact, dithered = (
+        head.jsd(case.hidden, head, case.hidden[::-1].copy(), micro_batch=index, gradient_resolution=resolution)
+        for index, resolution in enumerate((0.0, 2.0**-4))
+    )
+    assert exact.dither is None and 0 < dithered.dither.entry_count <= case.hidden.shape[0] * VOCAB_SIZE
     difference = np.linalg.norm(dithered.grad_hidden - exact.grad_hidden) / np.linalg.norm(exact.grad_hidden)
     # One draw of the gradient of the logits, times a weight whose rows are not alike.
     assert dithered.dither.relative_error / 5 < difference < 5 * dithered.dither.relative_error
-
-
-@pytest.mark.parametrize("option", HEAD_OPTIONS)
-def test_head_option_matches_fp64(backend, make_head, rng, option):
-    case = Case(rng)
-    head, oracle = make(case, rng, make_head, backend.client, **HEAD_OPTIONS[option])
-    targets, options = arguments(
-        case, rng, oracle.valid_vocab_size or VOCAB_SIZE, {"label_smoothing": 0.1, "z_loss": 1e-3, "ignored": 0.2}
-    )
-    out = head.cross_entropy(case.hidden, targets, micro_batch=0, outputs=OUTPUTS, **options)
-    check(out, head, compute(oracle, case.hidden, targets, **options))
 
 
 JSD_OPTIONS = {
@@ -183,8 +163,8 @@ def test_jsd_option_matches_fp64(backend, make_head, rng, option):
     case = Case(rng)
     # A teacher with another hidden size.
     teacher_case = Case(rng, hidden_size=29, vocab_size=300 if "truncate_to_common" in JSD_OPTIONS[option] else VOCAB_SIZE)
-    head, oracle = make(case, rng, make_head, backend.client, bias=True)
-    teacher, teacher_oracle = make(teacher_case, rng, make_head, backend.client, trainable=False)
+    head, oracle = make(case, make_head, backend.client)
+    teacher, teacher_oracle = make(teacher_case, make_head, backend.client, bias=False, trainable=False)
     targets, options = arguments(case, rng, VOCAB_SIZE, JSD_OPTIONS[option])
     out = head.jsd(case.hidden, teacher, teacher_case.hidden, targets=targets, micro_batch=0, outputs=OUTPUTS, **options)
     expected = compute(oracle, case.hidden, targets, teacher=teacher_oracle, teacher_hidden=teacher_case.hidden, **options)
@@ -193,7 +173,7 @@ def test_jsd_option_matches_fp64(backend, make_head, rng, option):
 
 def test_no_valid_token_adds_nothing(backend, make_head, rng):
     case = Case(rng)
-    head, _ = make(case, rng, make_head, backend.client)
+    head, _ = make(case, make_head, backend.client)
     out = head.cross_entropy(case.hidden, [-100] * NUM_TOKENS, micro_batch=0, outputs=("token_loss", "argmax"))
     empty = head.cross_entropy(case.hidden[:0], [], micro_batch=1)
     assert out.loss_sum == 0 and out.valid_token_count == 0 and empty.valid_token_count == 0

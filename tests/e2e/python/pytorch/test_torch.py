@@ -1,8 +1,6 @@
 """headwater.torch against PyTorch's own head in fp64: gradients of trunk, weight and bias."""
 
 import gc
-import itertools
-import warnings
 
 import numpy as np
 import pytest
@@ -10,90 +8,10 @@ import torch
 import torch.nn.functional as F
 from expectations import refused
 from torch.utils.checkpoint import checkpoint
-from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, check_gradients, numbers, relative, with_ignored
+from torch_model import HIDDEN_SIZE, VOCAB_SIZE, check_gradients, numbers, relative, with_ignored
 
 import headwater
 import headwater.torch
-
-CASES = {
-    "plain": {},
-    "label_smoothing": {"label_smoothing": 0.1},
-    "class_weights": {"weight": torch.linspace(0, 2, VOCAB_SIZE)},
-    "class_weights_and_smoothing": {"weight": torch.linspace(0.1, 2, VOCAB_SIZE), "label_smoothing": 0.2},
-    "ignore_index": {"ignore_index": 3},
-}
-
-
-@pytest.mark.parametrize(("case", "reduction"), [("plain", "sum"), *itertools.product(CASES, ("mean", "none"))])
-def test_cross_entropy_is_torchs(backend, make_head, problem, rng, case, reduction):
-    options = {"reduction": reduction, **CASES[case]}
-    ignored = options.get("ignore_index", -100)
-    targets = with_ignored(problem.targets, ignored)
-    theirs = {**options, "weight": options["weight"].double()} if "weight" in options else options
-    upstream = numbers(rng, 16) if reduction == "none" else torch.tensor(1.0)
-    values = []
-
-    def objective(hidden, logits):
-        values.append(F.cross_entropy(logits, targets, **theirs))
-        return (values[0] * upstream.double()).sum()
-
-    expected, _ = problem.reference(objective)
-    head = problem.head(backend.client, make_head, staging_slots=0 if reduction == "none" else 1)
-    trunk = problem.parameter()
-    loss = headwater.torch.CrossEntropyLoss(head, **options)(problem.inputs @ trunk.T, targets)
-    assert loss.dtype == torch.float32 and loss.shape == values[0].shape
-    # Design, section 3: 1e-6 * max(1, max|z|) for each token; the logits are below 10 here.
-    bound = 1e-5 if reduction == "none" else 1e-6 * abs(values[0].item())
-    assert float((loss.detach() - values[0].detach()).abs().max()) <= bound
-    assert head.gradient_norm() == 0  # nothing is added before backward
-    loss.backward(upstream)
-    check_gradients(trunk.grad, head, expected)
-    if reduction == "none":
-        assert not loss[targets == ignored].any()
-        assert head.step_state().open.micro_batches[0].form == "DIRECT"
-
-
-def distillation(problem, teacher_problem, beta, student_t, teacher_t, share):
-    teacher_logits = (teacher_problem.inputs.double() @ teacher_problem.trunk.double().T) @ teacher_problem.weight.double().T
-    teacher_logits = teacher_logits + teacher_problem.bias.double()
-
-    def objective(hidden, logits):
-        log_q, log_p = F.log_softmax(logits / student_t, -1), F.log_softmax(teacher_logits / teacher_t, -1)
-        p, q = log_p.exp(), log_q.exp()
-        if beta in (0, 1):
-            rows = (p * (log_p - log_q)).sum(-1) if beta == 0 else (q * (log_q - log_p)).sum(-1)
-        else:
-            log_m = (beta * p + (1 - beta) * q).log()
-            rows = (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1)
-        return ((1 - share) * rows + share * F.cross_entropy(logits, problem.targets, reduction="none")).mean()
-
-    return objective
-
-
-@pytest.mark.parametrize(
-    ("beta", "student_t", "teacher_t", "share"), [(0.5, 1, 1, 0), (0, 2, 2, 0), (1, 1, 1, 0), (0.2, 1.5, 0.8, 0.4)]
-)
-def test_jsd_is_torchs(backend, make_head, problem, rng, tmp_path, beta, student_t, teacher_t, share):
-    teacher_problem = Problem(rng)
-    expected, value = problem.reference(distillation(problem, teacher_problem, beta, student_t, teacher_t, share))
-    head, trunk = problem.head(backend.client, make_head), problem.parameter()
-    teacher = teacher_problem.head(backend.client, make_head, trainable=False, optimizer=None)
-    loss_fn = headwater.torch.JSDLoss(
-        head, teacher, beta=beta, temperature=student_t, teacher_temperature=teacher_t, hard_loss_weight=share
-    )
-    teacher_hidden = teacher_problem.inputs @ teacher_problem.trunk.T
-    loss = loss_fn(problem.inputs @ trunk.T, teacher_hidden, problem.targets)
-    assert abs(loss.item() / value - 1) <= 1e-6
-    loss.backward()
-    check_gradients(trunk.grad, head, expected)
-    with refused("INVALID_COMBINATION"):
-        loss_fn(problem.inputs @ trunk.T, teacher_hidden.clone().requires_grad_())
-    rows = np.memmap(tmp_path / "rows", np.float32, "w+", shape=tuple(teacher_hidden.shape))
-    rows[:] = teacher_hidden.numpy()
-    rows.flags.writeable = False
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert loss_fn(problem.inputs @ trunk.T, rows, problem.targets) == loss.detach()
 
 
 @pytest.mark.parametrize("change", ("take", "restore", "set_weight"))
@@ -164,23 +82,6 @@ def test_heads_that_share_a_source_begin_again_each_for_itself(one_shard, make_h
             source.begin_again(attempts={0: 1}, **arguments)
         assert info.value.metadata["field"] == missing
     del left
-
-
-def test_no_grad_adds_nothing_and_takes_no_id(head, problem):
-    loss_fn = headwater.torch.CrossEntropyLoss(head)
-    with torch.no_grad():
-        loss = loss_fn(problem.inputs @ problem.trunk.T, problem.targets)
-    _, value = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
-    assert not loss.requires_grad and abs(loss.item() / value - 1) <= 1e-6
-    assert not head.step_state().open.micro_batches and loss_fn.micro_batches == []
-
-
-def test_frozen_hidden_states_train_the_head(head, problem):
-    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
-    loss = headwater.torch.cross_entropy(head, problem.inputs @ problem.trunk.T, problem.targets)
-    assert loss.requires_grad
-    loss.backward()
-    assert relative(head.gradient(), expected[1]) <= 1e-5
 
 
 FROZEN = {"mean": {}, "declared": {"loss_scale": 1.0}, "none": {"reduction": "none"}}

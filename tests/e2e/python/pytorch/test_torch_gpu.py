@@ -25,24 +25,6 @@ def scaled_step(scaler, optimizer, loss_fn, hidden, targets):
     return False
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
-def test_cuda_tensors_come_back_as_cuda_tensors(head, problem, dtype):
-    hidden = (problem.inputs @ problem.trunk.T).to("cuda", dtype)
-    out = head.cross_entropy(hidden, problem.targets.cuda(), micro_batch=0)
-    assert out.grad_hidden.device == hidden.device and out.grad_hidden.dtype == dtype
-
-
-def test_gradients_on_the_gpu_are_those_of_fp64(one_shard, make_head, problem):
-    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
-    head = problem.head(one_shard.client, make_head)
-    trunk = torch.nn.Parameter(problem.trunk.cuda())
-    torch.backends.cuda.matmul.allow_tf32 = False
-    loss = headwater.torch.CrossEntropyLoss(head)(problem.inputs.cuda() @ trunk.T, problem.targets.cuda())
-    loss.backward()
-    assert loss.device.type == "cuda"
-    check_gradients(trunk.grad.cpu(), head, expected)
-
-
 def test_outputs_and_their_gradients_on_the_gpu_are_those_of_fp64(one_shard, make_head, rng):
     problem, factors = Problem(rng), [numbers(rng, 16) for _ in range(3)]
     targets = with_ignored(problem.targets)
