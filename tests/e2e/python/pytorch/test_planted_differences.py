@@ -71,33 +71,25 @@ def padded(logits):
     return logits
 
 
-# Name: where it is planted, the model with it, the check that must find it, what the message says.
+# Name: the model with it, the check that must find it, what the message says.
 PLANTED = {
-    "scale": ("behind the layer", lambda d: Model(d, behind=lambda x: x * 0.125), "value", "Pass logit_scale=0.125"),
-    "cap": ("behind the layer", lambda d: Model(d, behind=lambda x: 30 * torch.tanh(x / 30)), "value", "Pass softcap=30.0"),
+    "scale": (lambda d: Model(d, behind=lambda x: x * 0.125), "value", "Pass logit_scale=0.125"),
+    "cap": (lambda d: Model(d, behind=lambda x: 30 * torch.tanh(x / 30)), "value", "Pass softcap=30.0"),
     "bias": (
-        "behind the layer",
         lambda d: Model(d, behind=lambda x: x + torch.linspace(-1, 1, VOCAB_SIZE, dtype=x.dtype)),
         "value",
         "something else behind the layer",
     ),
-    "wrapper": (
-        "behind the layer of a model in DataParallel in another module",
-        lambda d: Module(torch.nn.DataParallel(Model(d, behind=lambda x: x * 8))),
-        "value",
-        "Pass logit_scale=8",
-    ),
+    "wrapper": (lambda d: Module(torch.nn.DataParallel(Model(d, behind=lambda x: x * 8))), "value", "Pass logit_scale=8"),
     "reparametrisation": (
-        "in the layer",
         lambda d: with_layer(model := Model(d), torch.nn.utils.weight_norm(model.lm_head)),
         "type",
         "parametrization",
     ),
-    "tied copy": ("between layer and embedding", lambda d: Model(d, tied=True), "identity", "tie_word_embeddings=True"),
-    "padded columns": ("behind the layer", lambda d: Model(d, behind=padded), "value", "Pass valid_vocab_size=90"),
-    "cut columns": ("behind the layer", lambda d: Model(d, behind=lambda x: x[..., :90]), "value", "Pass valid_vocab_size=90"),
+    "tied copy": (lambda d: Model(d, tied=True), "identity", "tie_word_embeddings=True"),
+    "padded columns": (lambda d: Model(d, behind=padded), "value", "Pass valid_vocab_size=90"),
+    "cut columns": (lambda d: Model(d, behind=lambda x: x[..., :90]), "value", "Pass valid_vocab_size=90"),
     "final norm in the layer": (
-        "in the layer",
         lambda d: with_layer(Model(d), Scaled(HIDDEN_SIZE, VOCAB_SIZE, dtype=d)),
         "type",
         "computes something else",
@@ -119,34 +111,26 @@ def client(backends):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", PLANTED)
 def test_a_planted_difference_is_refused(client, case, dtype):
-    _, build, check, message = PLANTED[case]
+    """With the option that makes the head the model's, if there is one."""
+    build, check, message = PLANTED[case]
     model = build(dtype)
     before = client.heads()
     with refused("INVALID_COMBINATION", ValueError) as info:
         headwater.torch.attach(client, "planted", layer_of(model), model=model)
-    assert message in str(info.value)
-    assert ("log-probabilities differ by up to" in str(info.value)) == (check == "value")
+    said = str(info.value)
+    assert message in said and ("log-probabilities differ by up to" in said) == (check == "value")
     assert client.heads() == before
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ["scale", "cap", "padded columns", "cut columns", "wrapper"])
-def test_the_option_that_the_refusal_names_is_the_right_one(client, case, dtype):
-    model = PLANTED[case][1](dtype)
-    with refused("INVALID_COMBINATION", ValueError) as info:
-        headwater.torch.attach(client, "planted", layer_of(model), model=model)
-    assert "rows that reach the layer" in str(info.value)
-    name, _, value = str(info.value).split("Pass ")[1].split(";")[0].partition("=")
-    head = headwater.torch.attach(client, "planted", layer_of(model), model=model, **{name: type_of(name)(value)})
+    if "Pass " not in message:
+        return
+    assert "rows that reach the layer" in said
+    name, _, value = said.split("Pass ")[1].split(";")[0].partition("=")
+    options = {name: int(value) if name == "valid_vocab_size" else float(value)}
+    head = headwater.torch.attach(client, "planted", layer_of(model), model=model, **options)
     try:
         assert head.checked == "forward"
         loss_is_the_models(head, model)
     finally:
         head.delete()
-
-
-def type_of(name):
-    return int if name == "valid_vocab_size" else float
 
 
 def loss_is_the_models(head, model, tolerance=None):
@@ -187,29 +171,6 @@ def test_weights_that_are_rounded_to_the_heads_type_are_no_difference(client, dt
     with refused("HEAD_SPEC_MISMATCH", headwater.AlreadyExistsError):
         headwater.torch.attach(client, "planted", model.lm_head, model=model, **options)
     head.delete()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tied", (False, True))
-def test_a_model_without_a_difference_raises_no_alarm(client, dtype, tied):
-    model = Model(dtype, tied=tied)
-    if tied:
-        model.lm_head.weight = model.model[0].weight
-    ids = torch.arange(24).view(2, 12) * 7 % VOCAB_SIZE
-    for wrapped in (model, torch.nn.DataParallel(model), Module(model)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            head = headwater.torch.attach(
-                client,
-                "planted",
-                model.lm_head,
-                model=wrapped,
-                tied="trainer" if tied else None,
-                check={"input_ids": ids, "labels": ids},
-            )
-        assert head.checked == "forward"
-        loss_is_the_models(head, model)
-        head.delete()
 
 
 # ---- check=: the model's own loss ------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch_language_model import (
     LanguageModel,
     attach_with_loop,
     changes,
-    micro_batch,
     optimizer_of,
     train_in_process,
     train_with,
@@ -26,12 +25,6 @@ import headwater.torch
 STEPS, MICRO_BATCHES = 24, 2
 # Difference of each weight after STEPS steps, by how far it has moved: both sides round in fp32, in another order. Measured: 1e-6.
 TOLERANCE = 1e-5
-
-
-@pytest.fixture
-def make_module_head(names):
-    """`headwater.torch.attach` of a new head."""
-    return lambda client, module, **options: headwater.torch.attach(client, names(client), module, if_exists="fail", **options)
 
 
 @pytest.fixture
@@ -119,27 +112,6 @@ def test_a_16_bit_head_of_an_fp32_parameter(one_shard, make_loop, dtype):
         assert float((mine - served).abs().max()) <= rounding * float(mine.abs().max())
 
 
-def test_16_bit_models_move_their_own_type(one_shard, make_module_head):
-    for options in ({"tied": "server", "optimizer": SERVER_ADAMW}, {"tied": "trainer"}):
-        model = LanguageModel(tied=True)
-        model.lm_head.weight.data = model.lm_head.weight.data.bfloat16()
-        head = make_module_head(one_shard.client, model.lm_head, model=model, **options)
-        parameters = [model.lm_head.weight] if options["tied"] == "trainer" else []
-        optimizer = torch.optim.SGD(parameters, lr=0.5) if parameters else None
-        loop = headwater.torch.TrainingLoop(head, optimizer)
-        before = model.lm_head.weight.detach().clone()
-        inputs, targets = micro_batch(0, 0)
-        hidden = torch.nn.functional.embedding(inputs, model.embedding.weight)
-        loop.backward(headwater.torch.CrossEntropyLoss(head)(hidden, targets))
-        assert hidden.dtype == torch.bfloat16
-        loop.step(learning_rate=0.1)
-        after = model.lm_head.weight.detach()
-        assert after.dtype == torch.bfloat16 and not torch.equal(before, after)
-        served = head.weight()
-        bits = served.bits if isinstance(served, headwater.BFloat16) else served.view(np.uint16)
-        np.testing.assert_array_equal(after.view(torch.int16).numpy().view(np.uint16), bits)
-
-
 # ---- what attach refuses ------------------------------------------------------------------------------------------------
 
 
@@ -148,8 +120,7 @@ def test_a_shared_weight_without_a_flow_is_refused(backends):
     for module in (model.lm_head, model.embedding.weight):
         with refused("INVALID_COMBINATION", ValueError) as info:
             headwater.torch.attach(client, "refused", module, model=model, optimizer=SERVER_ADAMW)
-        message = str(info.value)
-        assert "embedding.weight" in message and 'tied="trainer"' in message and 'tied="server"' in message
+        assert "embedding.weight" in str(info.value)
     # Frozen: only if the other use is trained.
     with refused("INVALID_COMBINATION", ValueError):
         headwater.torch.attach(client, "refused", model.lm_head, model=model, trainable=False)
@@ -180,6 +151,7 @@ def test_flows_that_do_not_fit_are_refused(backends):
         {"module": model.lm_head, "model": model, "tied": "server"},
         {"module": model.lm_head, "model": model, "tied": "server", "optimizer": "torch"},
         {"module": model.lm_head, "model": model, "tied": "trainer", "trainable": False},
+        {"module": model.lm_head, "model": model, "tied": False},
         {"module": untied.lm_head, "model": untied, "tied": "trainer"},
         {"module": untied.lm_head, "model": untied, "trainable": False, "optimizer": SERVER_ADAMW},
     ):
