@@ -1,5 +1,6 @@
 """Arguments that are wrong are found before anything is sent, with a message that says what was expected and what came."""
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -13,9 +14,7 @@ from expectations import refused
 
 import headwater
 import headwater.torch
-from headwater import _wire
 from headwater._futures import Executors
-from headwater._messages import head_spec_message
 
 
 @pytest.fixture
@@ -50,14 +49,23 @@ class Unreachable:
         pytest.fail(f"{name} was called")
 
 
-def rejects(head, reason, call):
-    """The call is refused with the reason, and nothing reaches the backend."""
-    real, head._backend = head._backend, Unreachable()
+@contextlib.contextmanager
+def unreachable(*heads):
+    """Nothing of these heads may reach their backend."""
+    real, backend = [head._backend for head in heads], Unreachable()
+    for head in heads:
+        head._backend = backend
     try:
-        with refused(reason, headwater.InvalidArgumentError):
-            call()
+        yield
     finally:
-        head._backend = real
+        for head, own in zip(heads, real, strict=True):
+            head._backend = own
+
+
+def rejects(reason, call, *heads):
+    """The call is refused with the reason, and nothing reaches the backend of the heads."""
+    with unreachable(*heads), refused(reason, headwater.InvalidArgumentError):
+        call()
 
 
 VECTOR = np.ones(NUM_TOKENS, np.float32)
@@ -118,7 +126,7 @@ BAD_CROSS_ENTROPY = {
 def test_cross_entropy_rejects(head, rows, case):
     reason, change = BAD_CROSS_ENTROPY[case]
     arguments = {"hidden": rows[0], "targets": rows[1] % 30, "micro_batch": 0, **change}
-    rejects(head, reason, lambda: head.cross_entropy(arguments.pop("hidden"), arguments.pop("targets"), **arguments))
+    rejects(reason, lambda: head.cross_entropy(arguments.pop("hidden"), arguments.pop("targets"), **arguments), head)
 
 
 def test_signatures_show_the_options_of_losses():
@@ -152,22 +160,9 @@ BAD_JSD = {
 def test_jsd_rejects(head, teacher, rows, case):
     reason, change = BAD_JSD[case]
     arguments = {"teacher": teacher, "teacher_hidden": rows[0], "targets": rows[1] % 30, "micro_batch": 0, **change}
-    if isinstance(arguments["teacher"], headwater.Head):
-        teacher._backend = head._backend
-        arguments["teacher"] = Alike(teacher, head)
-    rejects(head, reason, lambda: head.jsd(rows[0], arguments.pop("teacher"), arguments.pop("teacher_hidden"), **arguments))
-
-
-class Alike(headwater.Head):
-    """A teacher whose backend is always the student's, whatever a test puts there."""
-
-    def __init__(self, teacher, student):
-        self.__dict__.update({key: value for key, value in teacher.__dict__.items() if key != "_backend"})
-        self._student = student
-
-    @property
-    def _backend(self):
-        return self._student._backend
+    rejects(
+        reason, lambda: head.jsd(rows[0], arguments.pop("teacher"), arguments.pop("teacher_hidden"), **arguments), head, teacher
+    )
 
 
 def test_jsd_rejects_other_vocabularies_and_clients(head, teacher, backends, make_head, rows):
@@ -199,6 +194,7 @@ BAD_STEPS = {
     "expected_fraction": ("INVALID_FIELD", lambda head: head.seal(expected_micro_batches=3.0)),
     "expected_fractions": ("INVALID_FIELD", lambda head: head.seal(expected_micro_batches=np.ones(3))),
     "one_token_factor": ("SHAPE_MISMATCH", lambda head: head.commit(micro_batch=0, token_factors=2.0)),
+    "nan_token_factors": ("INVALID_FIELD", lambda head: head.commit(micro_batch=0, token_factors=np.full(NUM_TOKENS, np.nan))),
     "token_factor_matrix": ("SHAPE_MISMATCH", lambda head: head.commit(micro_batch=0, token_factors=np.ones((2, 2)))),
     "no_terms": ("INVALID_FIELD", lambda head: head.multi(np.zeros((2, HIDDEN_SIZE), np.float32), None, micro_batch=0)),
     "expected_negative": ("INVALID_FIELD", lambda head: head.seal(expected_micro_batches=-1)),
@@ -217,7 +213,7 @@ BAD_STEPS = {
 @pytest.mark.parametrize("case", BAD_STEPS)
 def test_step_and_weight_calls_reject(head, case):
     reason, call = BAD_STEPS[case]
-    rejects(head, reason, lambda: call(head))
+    rejects(reason, lambda: call(head), head)
 
 
 @pytest.mark.parametrize(
@@ -238,14 +234,11 @@ def test_gradients_beyond_fp32_are_infinite(head, rows):
     ("arguments", "told"),
     [
         ({"targets": [1, 2**31] + [0] * (NUM_TOKENS - 2)}, "targets must be in int32, got 2147483648 at index 1"),
-        ({"targets": np.full(NUM_TOKENS, 2**63, np.uint64)}, "targets must be in int32, got 9223372036854775808 at index 0"),
         (
             {"token_weights": [1.0, 2.0, np.nan] + [1.0] * (NUM_TOKENS - 3)},
             "token_weights must be finite in float32, got nan at index 2",
         ),
-        ({"loss_scale": np.inf}, "loss_scale must be a number that is finite in float32, got inf"),
         # Ranges of a loss's options are the server's to refuse.
-        ({"z_loss": -1.0}, "cross_entropy.z_loss: expected a number >= 0 that is finite in float32, got -1"),
         ({"z_loss": 4e38}, "cross_entropy.z_loss: expected a number >= 0 that is finite in float32, got 4e+38"),
     ],
 )
@@ -283,6 +276,7 @@ BAD_HEADS = {
     "sizes_without_dtype": ("INVALID_FIELD", {"weight": (4, 4)}),
     "initial_step": ("INVALID_FIELD", {"initial_step": -1}),
     "parallelism": ("INVALID_FIELD", {"parallelism": "columns"}),
+    "if_exists": ("INVALID_FIELD", {"if_exists": "overwrite"}),
 }
 
 
@@ -425,12 +419,8 @@ def test_no_conversion_changes_or_drops_a_value(head, name, change):
     kind, right, call = ARRAYS[name]
     changed = {**EVERYWHERE, **CHANGED[kind]}[change]
     value = changed(right.copy()) if not isinstance(changed, (str, type)) else right.astype(changed)
-    real, head._backend = head._backend, Unreachable()
-    try:
-        with pytest.raises(headwater.InvalidArgumentError) as info:
-            call(head, value)
-    finally:
-        head._backend = real
+    with unreachable(head), pytest.raises(headwater.InvalidArgumentError) as info:
+        call(head, value)
     assert info.value.reason in ("DATA_TYPE_MISMATCH", "INVALID_FIELD", "SHAPE_MISMATCH") and info.value.metadata["field"]
 
 
@@ -493,7 +483,7 @@ def test_weights_that_the_storage_type_has_no_finite_value_for_are_refused(head)
     ids=str,
 )
 def test_expected_micro_batches_are_ids_and_no_mask(head, ids):
-    rejects(head, "INVALID_FIELD", lambda: head.seal(expected_micro_batches=ids))
+    rejects("INVALID_FIELD", lambda: head.seal(expected_micro_batches=ids), head)
 
 
 def test_scalars_of_numpy_are_what_they_are():
@@ -531,44 +521,23 @@ def test_optimizers_say_where_the_learning_rate_goes(optimizer):
 
 
 def test_optimizer_settings_are_checked():
-    for bad in ({"beta1": 1}, {"beta2": -0.1}, {"epsilon": -1}, {"weight_decay": np.inf}):
-        with refused("INVALID_FIELD"):
+    for bad in (
+        {"beta1": 1},
+        {"beta2": -0.1},
+        {"epsilon": -1},
+        {"epsilon": 1e60},
+        {"weight_decay": np.inf},
+        {"weight_decay": -1e-60},
+    ):
+        with refused("INVALID_FIELD") as info:
             headwater.AdamW(**bad)
+        assert info.value.metadata["field"] in bad
+    for bad in ({"momentum": 1}, {"momentum": np.nan}, {"weight_decay": -1}):
+        with refused("INVALID_FIELD"):
+            headwater.SGD(**bad)
+    headwater.AdamW(epsilon=1e-60, weight_decay=3.4028235677973362e38)  # what rounds to 0 and to the largest float32
     with refused("INVALID_COMBINATION"):
         headwater.SGD(nesterov=True)
-
-
-OPTIMIZER_SETTINGS = [
-    (optimizer, name)
-    for optimizer in (headwater.AdamW, headwater.SGD)
-    for name in (field.name for field in dataclasses.fields(optimizer))
-    if name != "nesterov"
-]
-# What rounds to the largest float32, to infinity, and to 0, which is a setting like any other.
-FLOAT32_EDGES = (3.4028235677973362e38, 3.4028235677973366e38, 1e60, 1e-60, -1e-60, np.inf, np.nan)
-
-
-@pytest.mark.parametrize(("optimizer", "name"), OPTIMIZER_SETTINGS, ids=lambda value: getattr(value, "__name__", value))
-def test_optimizer_settings_are_those_that_the_server_takes(remote, optimizer, name):
-    """Also in process, where no server checks them. What is expected is told alike; the server's field has a longer path."""
-    for value in FLOAT32_EDGES:
-        spec = head_spec_message(headwater.HeadSpec(4, 4, optimizer=optimizer()))
-        setattr(getattr(spec.optimizer, spec.optimizer.WhichOneof("optimizer")), name, value)
-        request = _wire.CreateHeadRequest(name="tenants/default/heads/settings", spec=spec, validate_only=True)
-        try:
-            remote.client._backend.connection.call(b"/headwater.v1.HeadService/CreateHead", request.SerializeToString(), 10)
-        except headwater.HeadwaterError as error:
-            theirs = error
-        else:
-            optimizer(**{name: value})
-            continue
-        with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
-            optimizer(**{name: value})
-        assert theirs.reason == "INVALID_FIELD" and theirs.metadata["field"].endswith(f".{info.value.metadata['field']}")
-        assert float(theirs.metadata["actual"]) == pytest.approx(value, rel=1e-5, nan_ok=True)
-        if name in ("epsilon", "weight_decay"):
-            assert info.value.metadata["expected"] == theirs.metadata["expected"] == "a number >= 0 that is finite in float32"
-            assert str(info.value).endswith(f"{name} must be a number >= 0 that is finite in float32, got {value!r}")
 
 
 def test_frozen_heads_have_no_steps(teacher, rows):
