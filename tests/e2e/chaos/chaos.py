@@ -176,9 +176,10 @@ class Run:
                 process.kill()
                 process.wait()
 
-    def _check(self) -> None:
+    def _check(self, *statuses: int) -> None:
+        """That no process has ended, or a trainer with another status than 0 and `statuses`."""
         for rank, process in enumerate(self._trainers):
-            if process is not None and process.poll() not in (None, 0):
+            if process is not None and process.poll() not in (None, 0, *statuses):
                 raise Failure(f"trainer {rank} ended with status {process.returncode}; see {self.directory}/trainer-{rank}-log")
         if self._server.poll() is not None:
             raise Failure(f"the server ended with status {self._server.returncode}; see {self.directory}/server-log")
@@ -233,7 +234,7 @@ class Run:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-            self._check_ended(event.rank)
+            self._check(-9)
             time.sleep(event.seconds / 4)
             self._start_trainer(event.rank)
         elif event.kind == "fill disk":
@@ -243,11 +244,6 @@ class Run:
         else:
             link = self.links[event.rank]
             {"cut link": link.cut, "halt link": link.halt, "slow link": link.slow}[event.kind](event.seconds)
-
-    def _check_ended(self, rank: int) -> None:
-        status = self._trainers[rank].returncode
-        if status not in (0, -9):
-            raise Failure(f"trainer {rank} ended with status {status}; see {self.directory}/trainer-{rank}-log")
 
     def disturb(self, events: list[Event]) -> None:
         for number, event in enumerate(events):
@@ -308,9 +304,9 @@ def campaign(directory: Path, *, binary: str, seed: int, events: int, steps: int
                 "links": run.links[0].kind,
                 "disk": run.disk.kind,
                 "seconds": round(time.monotonic() - start),
-                "by kind": dict(run.fired),
-                "trainers": dict(run.counts()),
-                "server": dict(run.metrics),
+                "by kind": run.fired,
+                "trainers": run.counts(),
+                "server": run.metrics,
             }
     finally:
         beside.join()

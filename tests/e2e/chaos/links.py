@@ -162,21 +162,8 @@ class NamespaceLink:
         self._inside("ip", "link", "set", "eth0", "up")
 
     def slow(self, seconds: float) -> None:
-        self._run(
-            "tc",
-            "qdisc",
-            "replace",
-            "dev",
-            self._device,
-            "root",
-            "tbf",
-            "rate",
-            f"{8 * SLOW_BYTES_PER_S}bit",
-            "burst",
-            "16kb",
-            "latency",
-            "400ms",
-        )
+        shape = f"rate {8 * SLOW_BYTES_PER_S}bit burst 16kb latency 400ms"
+        self._run("tc", "qdisc", "replace", "dev", self._device, "root", "tbf", *shape.split())
         time.sleep(seconds)
         self._run("tc", "qdisc", "del", "dev", self._device, "root")
 

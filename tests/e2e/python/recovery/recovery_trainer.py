@@ -1,11 +1,5 @@
-"""A trainer with an optimizer of its own for its body and the server's for its head, which test_recovery.py kills.
+"""A trainer with an optimizer of its own for its body and the server's for its head."""
 
-python recovery_trainer.py ADDRESS DIRECTORY STEPS STEP:PLACE     # prints `hangs` there, and waits to be killed
-"""
-
-import concurrent.futures
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +8,6 @@ import headwater
 
 VOCAB_SIZE, HIDDEN_SIZE, FEATURES, TOKENS, MICRO_BATCHES = 40, 16, 8, 12, 2
 CHECKPOINT_EVERY = 2
-HANG_S = 60
 
 
 def initial(seed, rows, columns=HIDDEN_SIZE):
@@ -39,7 +32,6 @@ class Trainer:
         self.state = headwater.StateFiles(Path(directory), save=self._save, load=self._load)
         self.steps = []  # as they were done
         self.interrupt = lambda step, place: None
-        self.helpers = concurrent.futures.ThreadPoolExecutor(1)
 
     def _save(self, path):
         with path.open("wb") as file:
@@ -73,22 +65,3 @@ class Trainer:
         """Trains until this step is open; the weights of head and body."""
         headwater.train(self.head, self.train_step, steps, state=self.state, checkpoint_every=CHECKPOINT_EVERY, patience_s=60)
         return self.head.weight(), self.body, self.momentum
-
-
-def main():
-    address, directory, steps, hang = sys.argv[1:]
-
-    def interrupt(step, place):
-        if f"{step}:{place}" == hang:
-            print("hangs", flush=True)
-            time.sleep(HANG_S)
-            raise TimeoutError("was not killed")
-
-    with headwater.connect(address) as client:
-        trainer = Trainer(client, directory)
-        trainer.interrupt = interrupt
-        trainer.run(int(steps))
-
-
-if __name__ == "__main__":
-    main()

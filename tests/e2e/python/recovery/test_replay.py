@@ -113,34 +113,15 @@ def test_ids_of_torchs_losses_stay_behind_a_restart_that_was_followed(server, da
 
 
 def test_an_older_checkpoint_is_told(server, data):
-    """The log reaches back to the open step, no further: the trainer goes back to its own checkpoint of that name."""
+    """The log reaches back to the open step, no further."""
     with connect(server, replay_steps=0) as client:
         head = client.create_head("student", data.weight, optimizer=headwater.SGD())
         head.save("first")
         for _ in range(2):
-            head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-            head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
-        head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0)
-        epoch = head.epoch
+            head.discard_gradient()
         server.restart()
-        calls = (
-            lambda: head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1),
-            lambda: head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1),
-            lambda: head.gradient(),
-        )
-        with refused("STEP_LOST", headwater.StepLostError):
-            head.weight()  # names no step, but is not the checkpoint's either
-        for call in calls:
-            with refused("STEP_LOST", headwater.StepLostError) as info:
-                call()
-            error = info.value
-            assert (error.restored_step, error.checkpoint, error.open_step) == (0, "first", 0)
-            assert error.head_epoch == head.info().epoch != epoch
-            assert error.trainer_step == 2 and "replay_steps 0" in str(error)
-        assert head.info().state == "RESTORED" and head.info().restored_checkpoint == "first"
-        head.take()
-        assert head.step == 0
-        np.testing.assert_array_equal(head.weight(), data.weight)
-        assert head.cross_entropy(data.hidden[0, 0], data.targets[0, 0], micro_batch=0).state == "COMMITTED"
-        server.restart()  # and from here on it follows again
-        assert head.seal(expected_micro_batches=1).totals.micro_batch_count == 1
+        with refused("STEP_LOST", headwater.StepLostError) as info:
+            head.cross_entropy(data.hidden[0, 1], data.targets[0, 1], micro_batch=1)
+        error = info.value
+        assert (error.restored_step, error.checkpoint, error.open_step, error.trainer_step) == (0, "first", 0, 2)
+        assert error.head_epoch == head.info().epoch != head.epoch and "replay_steps 0" in str(error)
