@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -149,15 +150,14 @@ def frozen_modules():
     gc.freeze()
 
 
+@dataclass
 class Backend:
-    """A client, and where its checkpoints and loadable files lie."""
+    """A client, where its loadable files lie, and its server's address; None: the server is the client's own."""
 
-    def __init__(self, kind: str, client: headwater.Client, load_root: Path, checkpoints: Path, address: str | None):
-        self.kind = kind
-        self.client = client
-        self.load_root = load_root
-        self.checkpoints = checkpoints
-        self.address = address
+    kind: str
+    client: headwater.Client
+    load_root: Path
+    address: str | None = None
 
     @property
     def remote(self) -> bool:
@@ -179,18 +179,13 @@ def backends():
                         servers[shards] = stack.enter_context(running_server(f"--shards={shards}"))
                     server = servers[shards]
                     client = stack.enter_context(headwater.connect(server.address, transport=transport[0] if transport else "auto"))
-                    made[kind] = Backend(kind, client, server.load_root, server.checkpoints, server.address)
+                    made[kind] = Backend(kind, client, server.load_root, server.address)
                 else:
                     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
                     (directory / "load").mkdir()
-                    client = headwater.local.connect(
-                        shards=int(shards),
-                        checkpoint_dir=directory / "checkpoints",
-                        load_root=directory / "load",
-                        engine=ENGINE,
-                    )
-                    stack.enter_context(client)
-                    made[kind] = Backend(kind, client, directory / "load", directory / "checkpoints", None)
+                    folders = {"checkpoint_dir": directory / "checkpoints", "load_root": directory / "load"}
+                    client = stack.enter_context(headwater.local.connect(shards=int(shards), engine=ENGINE, **folders))
+                    made[kind] = Backend(kind, client, directory / "load")
             return made[kind]
 
         yield get

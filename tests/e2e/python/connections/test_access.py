@@ -11,11 +11,6 @@ from conftest import running_server
 import headwater
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 3000, 512, 32  # 6 MB of float32 rows: more than one stream
-TOKENS = {
-    "secret-trainer": {"name": "trainer", "tenant": "team", "compute": ["*"], "admin": ["*"]},
-    "secret-reader": {"name": "reader", "tenant": "team", "compute": ["other-*"]},
-    "secret-stranger": {"name": "stranger", "compute": ["*"], "admin": ["*"]},
-}
 
 
 @pytest.fixture(scope="module")
@@ -25,46 +20,30 @@ def files(tmp_path_factory):
     make_authority(directory, "ca")
     for name in ("server", "client"):
         make_signed(directory, name)
-    entries = [{**entry, "sha256": hashlib.sha256(token.encode()).hexdigest()} for token, entry in TOKENS.items()]
-    (directory / "tokens.json").write_text(json.dumps({"tokens": entries}))
+    entry = {"name": "trainer", "tenant": "team", "compute": ["*"], "admin": ["*"]}
+    (directory / "tokens.json").write_text(
+        json.dumps({"tokens": [{**entry, "sha256": hashlib.sha256(b"secret-trainer").hexdigest()}]})
+    )
     return directory
 
 
-@pytest.fixture(scope="module")
-def secured(files):
-    """A server with everything, and its address."""
-    with running_server(
-        "--listen_addresses=127.0.0.1:0",
-        f"--tls_certificate={files}/server.crt",
-        f"--tls_key={files}/server.key",
-        f"--tls_client_ca={files}/ca.crt",
-        f"--token_file={files}/tokens.json",
-    ) as server:
-        yield server, server.output.read_text().split("listening on ")[1].split()[0]
-
-
-@pytest.fixture
-def tls(files):
-    return headwater.TLS(
-        ca_certificate=f"{files}/ca.crt", client_certificate=f"{files}/client.crt", client_key=f"{files}/client.key"
-    )
-
-
-def test_a_client_trains_with_tls_and_a_token(secured, tls, rng):
-    server, address = secured
+def test_a_client_trains_with_tls_and_a_token(files, rng):
     hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
     targets = rng.integers(0, VOCAB_SIZE, NUM_TOKENS).astype(np.int32)
     weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
-    with headwater.connect(address, tls=tls, token="secret-trainer", tenant="team") as client:
-        assert client.health() == "SERVING"
-        head = client.create_head("trained", weight, optimizer=headwater.SGD())
-        result = head.cross_entropy(hidden, targets, micro_batch=0)
-        explicit = head.cross_entropy(hidden, targets, micro_batch=1, commit="explicit")  # which opens a session
-        explicit.commit()
-        head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=2)
-        assert np.isfinite(result.loss_sum)
-        head.delete(force=True)
-    assert "secret-" not in server.log_text()
+    flags = [f"--tls_certificate={files}/server.crt", f"--tls_key={files}/server.key", f"--tls_client_ca={files}/ca.crt"]
+    tls = headwater.TLS(
+        ca_certificate=f"{files}/ca.crt", client_certificate=f"{files}/client.crt", client_key=f"{files}/client.key"
+    )
+    with running_server("--listen_addresses=127.0.0.1:0", f"--token_file={files}/tokens.json", *flags) as server:
+        address = server.output.read_text().split("listening on ")[1].split()[0]
+        with headwater.connect(address, tls=tls, token="secret-trainer", tenant="team") as client:
+            assert client.health() == "SERVING"
+            head = client.create_head("trained", weight, optimizer=headwater.SGD())
+            assert np.isfinite(head.cross_entropy(hidden, targets, micro_batch=0).loss_sum)
+            head.cross_entropy(hidden, targets, micro_batch=1, commit="explicit").commit()  # which opens a session
+            head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=2)
+        assert "secret-" not in server.log_text()
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from conftest import running_server
 from expectations import refused
 
 import headwater
+import headwater.torch
 from headwater._memory import BlockPool, ordinary_block
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 700, 512, 64  # 1.4 MB of float32 rows: above what memory is kept for
@@ -61,19 +63,11 @@ def test_a_path_that_is_not_there_is_refused_with_its_reason(remote, sharing, ma
             head.cross_entropy(*rows, micro_batch=1, commit="explicit")
 
 
-def test_why_not_is_one_sentence_for_each_path(remote, make_head, rows):
+def test_a_client_says_why_it_takes_a_worse_path(remote, make_head, rows):
     with headwater.connect(remote.address) as client:
         head = make_head(client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32))
         assert head.cross_entropy(*rows, micro_batch=0).transport == "grpc"
-        found = client.transports()
-        assert set(found) == PATHS and found["grpc"] is None
-        assert "--descriptor_socket" in found["shared_memory"]
-        assert client.transport_note
-        for sentence in (found["shared_memory"], found["cuda_ipc"], client.transport_note):
-            assert sentence.strip() and "\n" not in sentence
-
-
-# ---- what comes back ----------------------------------------------------------------------------------------------------
+        assert "--descriptor_socket" in client.transports()["shared_memory"] and client.transport_note
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------------
@@ -110,22 +104,13 @@ def test_shared_memory_outlives_its_client(sharing):
 
 
 def test_torch_tensors_over_shared_memory(client, head, rows):
-    torch = pytest.importorskip("torch")
-    import headwater.torch
-
     hidden, targets = rows
-    array = client.empty_rows(NUM_TOKENS, HIDDEN_SIZE)
-    array[:] = hidden
-    leaf = torch.from_numpy(array).requires_grad_()
-    headwater.torch.CrossEntropyLoss(head)(leaf, targets).backward()
-    other = torch.from_numpy(hidden.copy()).requires_grad_()
-    headwater.torch.CrossEntropyLoss(head)(other, targets).backward()
-    torch.testing.assert_close(leaf.grad, other.grad, rtol=0, atol=0)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        tensor = headwater.torch.empty_rows(client, 5, 6, dtype)
-        assert tensor.shape == (5, 6) and tensor.dtype == dtype
-        tensor.fill_(1)
-        assert tensor.sum() == 30
+    expected = head.cross_entropy(hidden, targets, micro_batch=0).grad_hidden
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        tensor = headwater.torch.empty_rows(client, *hidden.shape, dtype)
+        assert tensor.shape == hidden.shape and tensor.dtype == dtype
+    tensor.copy_(torch.from_numpy(hidden))
+    np.testing.assert_array_equal(head.cross_entropy(tensor, targets, micro_batch=1).grad_hidden.numpy(), expected)
 
 
 def test_grad_hidden_is_written_where_the_caller_wants_it(client, head, rows):
