@@ -63,6 +63,13 @@ void ExpectGradientsAreDifferences(const ProblemOptions& options) {
   EXPECT_LE(MeasureErrors(expected.result.grad_hidden.data, hidden).whole, kBound);
 }
 
+void ExpectRow(Real loss, const std::vector<Real>& gradient, double expected_loss, const std::vector<double>& expected,
+               double bound) {
+  EXPECT_LE(std::abs(static_cast<double>(loss) - expected_loss), bound);
+  ASSERT_EQ(gradient.size(), expected.size());
+  for (size_t v = 0; v < expected.size(); ++v) EXPECT_LE(std::abs(static_cast<double>(gradient[v]) - expected[v]), bound) << v;
+}
+
 ProblemOptions Small() {
   return {.rows = 5,
           .vocab_size = 7,
@@ -167,9 +174,7 @@ TEST(LossReference, TopKIsTheDivergenceWithOneBucketForTheRest) {
   const reference::TopKOptions teacher = {3, {2, -1, 0}, {std::log(0.5f), 0, std::log(0.125f)}};
   const reference::RowLoss row = reference::TopKRow(z, 0, teacher);
   const double expected = 0.5 * std::log(2.0) + 0.125 * std::log(0.5) + 0.375 * std::log(0.75);
-  EXPECT_LE(std::abs(static_cast<double>(row.soft) - expected), 1e-7);
-  const double gradient[] = {0.125, 0.0625, -0.25, 0.0625};
-  for (size_t v = 0; v < 4; ++v) EXPECT_LE(std::abs(static_cast<double>(row.gradient[v]) - gradient[v]), 1e-7) << v;
+  ExpectRow(row.soft, row.gradient, expected, {0.125, 0.0625, -0.25, 0.0625}, 1e-7);
 }
 
 // Two classes with logits (d, 0): the loss is log1p(e^-d), the gradient -+1 / (1 + e^d), however confident the row.
@@ -192,10 +197,8 @@ TEST(LossReference, CrossEntropyMatchesPyTorch) {
   const std::vector<Real> z = {0.3L, -1.2L, 2.0L, 0.7L, -0.4L};
   const reference::RowLoss row =
       reference::CrossEntropyRow(z, 3, CrossEntropyOptions{.label_smoothing = 0.2, .class_weights = {0.5, 1.5, 2.0, 0.25, 1.0}});
-  EXPECT_LE(std::abs(static_cast<double>(row.hard) - 0.784277949561639), 1e-14);
-  const double gradient[] = {0.027205179615257254, -0.049467100712612254, 0.17839866983095148, -0.139578147193367,
-                             -0.01655860154022942};
-  for (size_t v = 0; v < 5; ++v) EXPECT_LE(std::abs(static_cast<double>(row.gradient[v]) - gradient[v]), 1e-14) << v;
+  ExpectRow(row.hard, row.gradient, 0.784277949561639,
+            {0.027205179615257254, -0.049467100712612254, 0.17839866983095148, -0.139578147193367, -0.01655860154022942}, 1e-14);
 }
 
 TEST(LossReference, JsdMatchesPyTorch) {
@@ -205,10 +208,8 @@ TEST(LossReference, JsdMatchesPyTorch) {
   const std::vector<Real> t = {1.1L, 0.2L, -0.5L, 0.9L, 0.0L};
   const reference::RowLoss row =
       reference::JsdRow(z, t, 0, JsdOptions{.beta = 0.3, .student_temperature = 1.5, .teacher_temperature = 0.8});
-  EXPECT_LE(std::abs(static_cast<double>(row.soft) - 0.11097550881023358), 1e-14);
-  const double gradient[] = {-0.031047519495873158, -0.00971797556402002, 0.06102782483242964, -0.0179331891860485,
-                             -0.002329140586487961};
-  for (size_t v = 0; v < 5; ++v) EXPECT_LE(std::abs(static_cast<double>(row.gradient[v]) - gradient[v]), 1e-14) << v;
+  ExpectRow(row.soft, row.gradient, 0.11097550881023358,
+            {-0.031047519495873158, -0.00971797556402002, 0.06102782483242964, -0.0179331891860485, -0.002329140586487961}, 1e-14);
 }
 
 // The limits of the definition: beta 0 is KL(P||Q), beta 1 KL(Q||P), each 0 for equal sides.
@@ -241,30 +242,28 @@ TEST(LossReference, TruncationLeavesTheHardLossWhole) {
   EXPECT_EQ(hard.hard, reference::CrossEntropyRow(z, 3, CrossEntropyOptions()).hard);
 }
 
-TEST(OptimizerReference, AdamWMatchesPyTorch) {
-  // torch.optim.AdamW([w], lr=0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1), gradients sin(i + 1.7 t), 12 steps, float64.
-  reference::OptimizerState state({1.0, -2.0, 0.5, 3.0});
-  for (int64_t t = 1; t <= 12; ++t) {
-    std::vector<double> gradient;
-    for (int i = 0; i < 4; ++i) gradient.push_back(std::sin(i + 1.7 * static_cast<double>(t)));
-    reference::AdamWUpdate({0.8, 0.95, 1e-6, 0.1}, 0.05, t, gradient, &state);
-  }
-  const double expected[] = {0.8657350910901895, -1.8973427474381523, 0.5838366711027798, 2.908512897084619};
-  for (size_t i = 0; i < 4; ++i) EXPECT_LE(std::abs(state.value[i] - expected[i]), 1e-12) << i;
-}
-
-TEST(OptimizerReference, SgdMatchesPyTorch) {
-  // torch.optim.SGD([w], lr=0.05, momentum=0.9, weight_decay=0.1, and dampening=0.3 or nesterov=True), the same gradients.
-  const double expected[2][4] = {{0.6002005050497277, -1.6244520518693626, 0.5892447760503337, 2.6309432348010464},
-                                 {0.546745909954762, -1.4242992245597712, 0.5326138895074791, 2.328615931559243}};
-  for (const bool nesterov : {false, true}) {
+// Twelve steps in float64 from {1, -2, 0.5, 3}, with gradients sin(i + 1.7 t) and a learning rate of 0.05. The optimizers are
+// torch.optim.AdamW(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1) and torch.optim.SGD(momentum=0.9, weight_decay=0.1). The latter
+// has dampening=0.3, then nesterov=True.
+TEST(OptimizerReference, MatchesPyTorch) {
+  const struct {
+    OptimizerSpec spec;
+    double expected[4];
+  } cases[] = {{AdamWSpec{0.8, 0.95, 1e-6, 0.1}, {0.8657350910901895, -1.8973427474381523, 0.5838366711027798, 2.908512897084619}},
+               {SgdSpec{0.9, 0.3, false, 0.1}, {0.6002005050497277, -1.6244520518693626, 0.5892447760503337, 2.6309432348010464}},
+               {SgdSpec{0.9, 0, true, 0.1}, {0.546745909954762, -1.4242992245597712, 0.5326138895074791, 2.328615931559243}}};
+  for (const auto& [spec, expected] : cases) {
     reference::OptimizerState state({1.0, -2.0, 0.5, 3.0});
     for (int64_t t = 1; t <= 12; ++t) {
       std::vector<double> gradient;
       for (int i = 0; i < 4; ++i) gradient.push_back(std::sin(i + 1.7 * static_cast<double>(t)));
-      reference::SgdUpdate({0.9, nesterov ? 0.0 : 0.3, nesterov, 0.1}, 0.05, t, gradient, &state);
+      if (const auto* adamw = std::get_if<AdamWSpec>(&spec)) {
+        reference::AdamWUpdate(*adamw, 0.05, t, gradient, &state);
+      } else {
+        reference::SgdUpdate(std::get<SgdSpec>(spec), 0.05, t, gradient, &state);
+      }
     }
-    for (size_t i = 0; i < 4; ++i) EXPECT_LE(std::abs(state.value[i] - expected[nesterov ? 1 : 0][i]), 1e-12) << i;
+    for (size_t i = 0; i < 4; ++i) EXPECT_LE(std::abs(state.value[i] - expected[i]), 1e-12) << spec.index() << ", " << i;
   }
 }
 

@@ -45,6 +45,12 @@ class AlgorithmCacheTest : public ::testing::Test {
     return R"({"format": "headwater-algorithms-1", "algorithms": {")" + key + R"(": )" + words + "}}";
   }
   static std::string EightWords() { return R"(["1","2","3","4","5","6","7","8"])"; }
+  // A file with entries "0", "1", ...
+  static std::string FileOf(size_t count) {
+    std::string entries = "0\": " + EightWords();
+    for (size_t i = 1; i < count; ++i) entries += ",\"" + std::to_string(i) + "\": " + EightWords();
+    return R"({"format": "headwater-algorithms-1", "algorithms": {")" + entries + "}}";
+  }
 
   std::filesystem::path folder_;
   std::filesystem::path path_;
@@ -94,39 +100,14 @@ TEST_F(AlgorithmCacheTest, ReadsTheFormatThatItDocuments) {
   EXPECT_THAT(*words, ElementsAre(0, 255, 255, ~uint64_t{0}, 4, 5, 6, 7));
 }
 
+// The fuzzer fuzz_algorithm_cache_test compares what is read of any text with another parser.
 TEST_F(AlgorithmCacheTest, WhatIsNoCacheCountsAsEmptyAndIsReplaced) {
-  std::string many = R"({"format": "headwater-algorithms-1", "algorithms": {)";
-  for (size_t i = 0; i <= AlgorithmCache::kMaxEntries; ++i) {
-    many += (i == 0 ? "\"" : ",\"") + std::to_string(i) + "\": " + EightWords();
-  }
-  many += "}}";
   const std::string good = FileWith("key", EightWords());
   ASSERT_TRUE((Write(good), AlgorithmCache(path_).Find("key").has_value()));
   for (const std::string& text : {
-           std::string(),
-           std::string("no JSON"),
-           std::string("[]"),
-           std::string("null"),
-           std::string("{}"),
-           std::string("\0\0\0", 3),
-           good.substr(0, good.size() - 1),                                               // cut off
-           good + "x",                                                                    // something behind it
-           std::string(R"({"algorithms": {"key": )" + EightWords() + "}}"),               // no format
-           std::string(R"({"format": 1, "algorithms": {"key": )" + EightWords() + "}}"),  // another format
-           std::string(R"({"format": "headwater-algorithms-2", "algorithms": {"key": )" + EightWords() + "}}"),
-           std::string(R"({"format": "headwater-algorithms-1", "algorithms": [1]})"),
-           FileWith("key", "null"),
-           FileWith("key", "[]"),
-           FileWith("key", R"(["1","2","3","4","5","6","7"])"),
-           FileWith("key", R"(["1","2","3","4","5","6","7","8","9"])"),
-           FileWith("key", "[1,2,3,4,5,6,7,8]"),
-           FileWith("key", R"(["1","2","3","4","5","6","7",""])"),
-           FileWith("key", R"(["1","2","3","4","5","6","7","0x8"])"),
-           FileWith("key", R"(["1","2","3","4","5","6","7","-8"])"),
-           FileWith("key", R"(["1","2","3","4","5","6","7","8 "])"),
+           std::string(), good.substr(0, good.size() - 1), FileWith("key", R"(["1","2","3","4","5","6","7"])"),
            FileWith("key", R"(["1","2","3","4","5","6","7","10000000000000000"])"),  // 65 bits
-           many,
-           std::string(AlgorithmCache::kMaxFileBytes, ' ') + good,
+           FileOf(AlgorithmCache::kMaxEntries + 1), std::string(AlgorithmCache::kMaxFileBytes, ' ') + good,
            std::string(1 << 20, '['),  // as deep as it is long
        }) {
     SCOPED_TRACE(text.substr(0, 120));
@@ -140,11 +121,7 @@ TEST_F(AlgorithmCacheTest, WhatIsNoCacheCountsAsEmptyAndIsReplaced) {
 }
 
 TEST_F(AlgorithmCacheTest, TooManyEntriesBeginAnew) {
-  std::string full = R"({"format": "headwater-algorithms-1", "algorithms": {)";
-  for (size_t i = 0; i < AlgorithmCache::kMaxEntries; ++i) {
-    full += (i == 0 ? "\"" : ",\"") + std::to_string(i) + "\": " + EightWords();
-  }
-  Write(full + "}}");
+  Write(FileOf(AlgorithmCache::kMaxEntries));
   AlgorithmCache cache(path_);
   ASSERT_TRUE(cache.Find("0").has_value());
   ASSERT_TRUE(cache.Put("0", kFirst).ok());
@@ -162,23 +139,6 @@ TEST_F(AlgorithmCacheTest, AFolderThatCannotBeWrittenCostsOnlyTheFile) {
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(status.message()), HasSubstr("No such file or directory"));
   EXPECT_THAT(cache.Find("first"), Optional(Eq(kFirst)));
-}
-
-TEST_F(AlgorithmCacheTest, AFolderInThePlaceOfTheFileIsLeftAlone) {
-  std::filesystem::create_directory(path_);
-  AlgorithmCache cache(path_);
-  EXPECT_EQ(cache.Put("first", kFirst).code(), absl::StatusCode::kUnavailable);
-  EXPECT_TRUE(std::filesystem::is_directory(path_));
-  // No temporary file is left behind.
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), std::filesystem::directory_iterator()), 1);
-}
-
-TEST_F(AlgorithmCacheTest, APipeDoesNotBlock) {
-  ASSERT_EQ(mkfifo(path_.c_str(), 0600), 0);
-  AlgorithmCache cache(path_);
-  EXPECT_EQ(cache.Find("first"), std::nullopt);
-  ASSERT_TRUE(cache.Put("first", kFirst).ok());
-  EXPECT_THAT(AlgorithmCache(path_).Find("first"), Optional(Eq(kFirst)));
 }
 
 TEST_F(AlgorithmCacheTest, OthersCanReadTheFileAndNothingElseIsLeft) {

@@ -4,82 +4,72 @@
 
 #include <chrono>
 #include <future>
+#include <string>
+#include <variant>
+#include <vector>
 
 namespace headwater::cuda {
 namespace {
 
-constexpr int64_t kMost = 8192;
-constexpr auto kPatience = std::chrono::seconds(60);
-
+struct Come {
+  int64_t rows;
+};
+struct Go {
+  int32_t calls;
+  int64_t rows;
+};
 // How often Await() asks before it returns, if the device has something to do for the first `busy` questions.
-int Questions(ExpectedRows& rows, int busy) {
-  int asked = 0;
-  rows.Await([&] { return ++asked <= busy; });
-  return asked;
+struct Await {
+  int busy;
+  int questions;
+};
+
+struct ExpectedRowsCase {
+  std::string name;
+  int64_t most = 0;
+  std::vector<std::variant<Come, Go, Await>> steps;
+};
+
+class ExpectedRowsTest : public ::testing::TestWithParam<ExpectedRowsCase> {};
+
+TEST_P(ExpectedRowsTest, WaitsForTheCallersOfTheLastTime) {
+  ExpectedRows rows(GetParam().most);
+  for (size_t i = 0; i < GetParam().steps.size(); ++i) {
+    const auto& step = GetParam().steps[i];
+    if (const auto* come = std::get_if<Come>(&step)) {
+      rows.Come(come->rows);
+    } else if (const auto* go = std::get_if<Go>(&step)) {
+      rows.Go(go->calls, go->rows);
+    } else {
+      const Await& await = std::get<Await>(step);
+      int asked = 0;
+      rows.Await([&] { return ++asked <= await.busy; });
+      EXPECT_EQ(asked, await.questions) << "step " << i;
+    }
+  }
 }
 
-TEST(ExpectedRows, AFirstCallWaitsForNobody) {
-  ExpectedRows rows(kMost);
-  rows.Come(256);
-  EXPECT_EQ(Questions(rows, 1000), 0);
-}
-
-TEST(ExpectedRows, ACallerAloneWaitsForNobody) {
-  ExpectedRows rows(kMost);
-  rows.Come(1000);
-  rows.Go(1, 1000);
-  rows.Come(600);
-  EXPECT_EQ(Questions(rows, 1000), 0);
-}
-
-TEST(ExpectedRows, AsManyAsTheLastTimeAreWaitedFor) {
-  ExpectedRows rows(kMost);
-  rows.Come(256);
-  rows.Come(512);
-  rows.Go(2, 768);
-  rows.Come(256);
-  EXPECT_EQ(Questions(rows, 3), 4);
-  rows.Come(511);
-  EXPECT_EQ(Questions(rows, 3), 4);
-  rows.Come(1);
-  EXPECT_EQ(Questions(rows, 3), 0);
-}
-
-TEST(ExpectedRows, WhoeverWaitsMeanwhileIsExpectedToo) {
-  ExpectedRows rows(kMost);
-  rows.Come(256);
-  rows.Come(256);
-  rows.Come(256);
-  rows.Go(2, 512);  // the third came too late for those
-  EXPECT_EQ(Questions(rows, 2), 3);
-  rows.Come(512);
-  EXPECT_EQ(Questions(rows, 2), 0);
-}
-
-TEST(ExpectedRows, CallersThatStayAwayAreForgotten) {
-  ExpectedRows rows(kMost);
-  rows.Come(256);
-  rows.Come(256);
-  rows.Go(2, 512);
-  rows.Come(256);
-  EXPECT_EQ(Questions(rows, 2), 3);  // the device has nothing left to do
-  rows.Go(1, 256);
-  rows.Come(128);
-  EXPECT_EQ(Questions(rows, 2), 0);
-}
-
-TEST(ExpectedRows, NoMoreThanAreComputedTogether) {
-  ExpectedRows rows(512);
-  rows.Come(512);
-  rows.Come(256);
-  rows.Go(1, 512);
-  EXPECT_EQ(Questions(rows, 2), 3);
-  rows.Come(256);
-  EXPECT_EQ(Questions(rows, 2), 0);
-}
+INSTANTIATE_TEST_SUITE_P(
+    All, ExpectedRowsTest,
+    ::testing::Values(
+        ExpectedRowsCase{"FirstCall", 8192, {Come{256}, Await{1000, 0}}},
+        ExpectedRowsCase{"CallerAlone", 8192, {Come{1000}, Go{1, 1000}, Come{600}, Await{1000, 0}}},
+        ExpectedRowsCase{"AsManyAsTheLastTime",
+                         8192,
+                         {Come{256}, Come{512}, Go{2, 768}, Come{256}, Await{3, 4}, Come{511}, Await{3, 4}, Come{1}, Await{3, 0}}},
+        // The third came too late for those that went.
+        ExpectedRowsCase{
+            "CallersThatWaitMeanwhile", 8192, {Come{256}, Come{256}, Come{256}, Go{2, 512}, Await{2, 3}, Come{512}, Await{2, 0}}},
+        // The device has nothing left to do.
+        ExpectedRowsCase{"CallersThatStayAway",
+                         8192,
+                         {Come{256}, Come{256}, Go{2, 512}, Come{256}, Await{2, 3}, Go{1, 256}, Come{128}, Await{2, 0}}},
+        ExpectedRowsCase{
+            "NoMoreThanAreComputedTogether", 512, {Come{512}, Come{256}, Go{1, 512}, Await{2, 3}, Come{256}, Await{2, 0}}}),
+    [](const auto& test) { return test.param.name; });
 
 TEST(ExpectedRows, ACallThatComesEndsTheWait) {
-  ExpectedRows rows(kMost);
+  ExpectedRows rows(8192);
   rows.Come(256);
   rows.Come(256);
   rows.Go(2, 512);
@@ -96,7 +86,7 @@ TEST(ExpectedRows, ACallThatComesEndsTheWait) {
   asked.get_future().wait();
   EXPECT_EQ(waited.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
   rows.Come(256);
-  EXPECT_EQ(waited.wait_for(kPatience), std::future_status::ready);
+  EXPECT_EQ(waited.wait_for(std::chrono::seconds(60)), std::future_status::ready);
 }
 
 }  // namespace

@@ -10,11 +10,7 @@ namespace headwater::cpu {
 namespace {
 
 HeadSpec Spec(int64_t vocab_size, int64_t hidden_size) {
-  HeadSpec spec;
-  spec.vocab_size = vocab_size;
-  spec.hidden_size = hidden_size;
-  spec.transform.valid_vocab_size = vocab_size;
-  return spec;
+  return {.vocab_size = vocab_size, .hidden_size = hidden_size, .transform = {.valid_vocab_size = vocab_size}};
 }
 
 int64_t WorkspaceBytes(const HeadPlan& plan) {

@@ -60,32 +60,25 @@ class MachineLimits : public ::testing::Test {
   std::string root_;
 };
 
-TEST_F(MachineLimits, AHalfOfAProcessorIsOneThread) {
-  const ControlGroups version2 = Groups("0::/pod/server\n", {{"pod/server/cpu.max", "50000 100000"}});
-  EXPECT_EQ(ProcessorLimit(version2), 0.5);
-  EXPECT_EQ(ComputeThreads(version2), 1);
-}
-
-TEST_F(MachineLimits, AHalfOfAProcessorIsOneThreadInVersion1) {
-  const ControlGroups groups =
-      Groups("12:memory:/pod\n4:cpu,cpuacct:/pod/server\n1:name=systemd:/x\n",
-             {{"cpu/pod/server/cpu.cfs_quota_us", "50000"}, {"cpu/pod/server/cpu.cfs_period_us", "100000"}});
-  EXPECT_EQ(ProcessorLimit(groups), 0.5);
-  EXPECT_EQ(ComputeThreads(groups), 1);
-}
-
 TEST_F(MachineLimits, TheSmallestQuotaOfAllGroupsAboveCounts) {
-  EXPECT_EQ(
-      ProcessorLimit(Groups("0::/pod/server\n",
-                            {{"cpu.max", "max 100000"}, {"pod/cpu.max", "20000 100000"}, {"pod/server/cpu.max", "70000 100000"}})),
-      0.2);
-}
-
-// As within a container that has a namespace of control groups: its own group is the mount.
-TEST_F(MachineLimits, TheMountItselfIsLookedAt) {
-  const ControlGroups groups = Groups("0::/\n", {{"cpu.max", "25000 100000"}, {"memory.max", "1048576"}});
-  EXPECT_EQ(ProcessorLimit(groups), 0.25);
-  EXPECT_EQ(MemoryLimitBytes(groups), kMiB);
+  struct Case {
+    std::string membership;
+    std::map<std::string, std::string> files;
+    double processors;
+  };
+  for (const Case& of : std::vector<Case>{
+           {"0::/pod/server\n", {{"pod/server/cpu.max", "50000 100000"}}, 0.5},
+           {"0::/a/b\n", {{"cpu.max", "max 100000"}, {"a/cpu.max", "20000 100000"}, {"a/b/cpu.max", "70000 100000"}}, 0.2},
+           // As within a container that has a namespace of control groups: its own group is the mount.
+           {"0::/\n", {{"cpu.max", "25000 100000"}}, 0.25},
+           // Version 1.
+           {"12:memory:/pod\n4:cpu,cpuacct:/pod/server\n1:name=systemd:/x\n",
+            {{"cpu/pod/server/cpu.cfs_quota_us", "50000"}, {"cpu/pod/server/cpu.cfs_period_us", "100000"}},
+            0.5}}) {
+    const ControlGroups groups = Groups(of.membership, of.files);
+    EXPECT_EQ(ProcessorLimit(groups), of.processors) << of.membership;
+    EXPECT_EQ(ComputeThreads(groups), 1);
+  }
 }
 
 TEST_F(MachineLimits, WithoutAQuotaTheAffinityMaskCounts) {
@@ -103,6 +96,8 @@ TEST_F(MachineLimits, WithoutAQuotaTheAffinityMaskCounts) {
 }
 
 TEST_F(MachineLimits, MemoryIsThatOfTheSmallestGroup) {
+  EXPECT_EQ(MemoryLimitBytes(Groups("0::/\n", {{"memory.max", "1048576"}})), kMiB);
+  std::filesystem::remove_all(root_ + "/mount");
   EXPECT_EQ(MemoryLimitBytes(Groups("0::/a/b\n", {{"a/memory.max", "2097152"}, {"a/b/memory.max", "max"}})), 2 * kMiB);
   EXPECT_EQ(MemoryLimitBytes(Groups("9:memory:/a\n", {{"memory/a/memory.limit_in_bytes", "1048576"},
                                                       {"memory/memory.limit_in_bytes", "9223372036854771712"}})),

@@ -30,12 +30,11 @@ class EmptyHead final : public HeadBase {
 };
 
 HeadSpec Spec(int32_t staging_slots) {
-  HeadSpec spec;
-  spec.vocab_size = spec.transform.valid_vocab_size = 100;
-  spec.hidden_size = 8;
-  spec.trainable = true;
-  spec.staging_slots = staging_slots;
-  return spec;
+  return {.vocab_size = 100,
+          .hidden_size = 8,
+          .transform = {.valid_vocab_size = 100},
+          .trainable = true,
+          .staging_slots = staging_slots};
 }
 
 class MicroBatchPlanTest : public ::testing::Test {
@@ -86,12 +85,6 @@ class MicroBatchPlanTest : public ::testing::Test {
     }
   }
 
-  static std::vector<std::pair<int64_t, int64_t>> Gaps(const MicroBatchPlan& plan) {
-    std::vector<std::pair<int64_t, int64_t>> gaps;
-    ForEachRowWithoutGradient(plan, [&gaps](int64_t row, int64_t count) { gaps.push_back({row, count}); });
-    return gaps;
-  }
-
   EmptyHead head_{Spec(2)};
   std::vector<std::unique_ptr<std::vector<int32_t>>> targets_;
   std::vector<LossTerm> terms_;
@@ -113,37 +106,6 @@ TEST_F(MicroBatchPlanTest, ChunksAreEvenUpToTheGrain) {
   EXPECT_EQ(sizes({400, 128, false}), Rows({384, 384, 232}));
   EXPECT_EQ(sizes({500, 128, false}), Rows({500, 500})) << "max_rows wins over the grain";
   EXPECT_EQ(sizes({300, 1, true}), Rows({300, 300, 300, 100}));
-}
-
-TEST_F(MicroBatchPlanTest, IgnoredRowsAreLeftOut) {
-  AddTerm(2, {5, kIgnored, 7, 8, kIgnored});
-  const MicroBatchPlan plan = Plan(8, {100, 1, false});
-  ExpectConsistent(plan);
-  ASSERT_EQ(plan.chunks.size(), 1u);
-  EXPECT_EQ(plan.chunks[0].batch_rows, (std::vector<int64_t>{2, 4, 5}));
-  EXPECT_FALSE(plan.chunks[0].ContiguousInBatch());
-  EXPECT_TRUE(plan.chunks[0].terms[0].ContiguousInChunk());
-  EXPECT_FALSE(plan.chunks[0].terms[0].ContiguousInBatch());
-  EXPECT_EQ(Gaps(plan), (std::vector<std::pair<int64_t, int64_t>>{{0, 2}, {3, 1}, {6, 2}}));
-}
-
-TEST_F(MicroBatchPlanTest, OverlappingTermsShareRows) {
-  AddTerm(1, {1, 2, 3, 4});
-  AddTerm(3, {5, kIgnored, 6});
-  AddTerm(0, {});
-  for (const int64_t max_rows : {1, 2, 3, 10}) {
-    const MicroBatchPlan plan = Plan(7, {max_rows, 1, true});
-    ExpectConsistent(plan);
-    std::vector<int64_t> rows;
-    std::vector<int64_t> by_term(3, 0);
-    for (const Chunk& chunk : plan.chunks) {
-      rows.insert(rows.end(), chunk.batch_rows.begin(), chunk.batch_rows.end());
-      for (const TermChunk& part : chunk.terms) by_term[part.term] += static_cast<int64_t>(part.rows.size());
-    }
-    EXPECT_EQ(rows, (std::vector<int64_t>{1, 2, 3, 4, 5}));
-    EXPECT_EQ(by_term, (std::vector<int64_t>{4, 2, 0}));
-    EXPECT_EQ(Gaps(plan), (std::vector<std::pair<int64_t, int64_t>>{{0, 1}, {6, 1}}));
-  }
 }
 
 // Any factor gives a row a gradient; vectors of zeros ask for nothing.
@@ -175,31 +137,6 @@ TEST_F(MicroBatchPlanTest, RowsWithAFactorAlone) {
   const MicroBatchPlan idle = Plan(5, {100, 1, false});
   EXPECT_EQ(Sizes(idle), std::vector<int64_t>{1});
   EXPECT_FALSE(idle.terms[0].wants_weighted || idle.terms[0].has_entropy_factors || idle.terms[0].has_lse_factors);
-}
-
-// Rows of weight 0 run only for their outputs, without a gradient.
-TEST_F(MicroBatchPlanTest, RowsOfWeightZero) {
-  const std::vector<float> weights = {1, 0, 2, 0};
-  std::vector<float> lse(4, 9.0f);
-  LossTerm& term = AddTerm(0, {1, 2, 3, kIgnored});
-  term.token_weights = weights;
-  {
-    const MicroBatchPlan plan = Plan(4, {100, 1, false});
-    EXPECT_EQ(Sizes(plan), (std::vector<int64_t>{2}));
-  }
-  term.lse = lse.data();
-  MicroBatchPlan plan = Plan(4, {100, 1, false});
-  ExpectConsistent(plan);
-  ASSERT_EQ(Sizes(plan), (std::vector<int64_t>{2, 1}));
-  EXPECT_TRUE(plan.chunks[0].backward);
-  EXPECT_FALSE(plan.chunks[1].backward);
-  EXPECT_EQ(plan.chunks[1].batch_rows, std::vector<int64_t>{1});
-  EXPECT_EQ(Gaps(plan), (std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {3, 1}}));
-  EXPECT_EQ(lse[0], 9.0f) << "outputs are untouched while something can still be refused";
-  BeginOutputs(&plan);
-  EXPECT_EQ(lse, std::vector<float>(4, 0.0f));
-  EXPECT_EQ(plan.terms[0].sums.valid_token_count, 3);
-  EXPECT_EQ(plan.terms[0].sums.token_weight_sum, 3);
 }
 
 TEST_F(MicroBatchPlanTest, SlotsAreTakenForEachHeadOnce) {

@@ -13,49 +13,46 @@ constexpr SliceNeeds kComesAndLeaves = {true, true, false};
 constexpr SliceNeeds kLeavesLast = {false, true, true};
 constexpr SliceNeeds kBoth = {true, true, true};
 
-std::vector<int64_t> Counts(int64_t rows, const SliceNeeds& needs) {
-  std::vector<int64_t> counts;
-  for (const RowSlice& slice : SliceRows(rows, needs)) counts.push_back(slice.count);
-  return counts;
-}
-
-using Rows = std::vector<int64_t>;
-
-TEST(RowSlices, RowsThatAreThereAndStayAreNotCut) {
-  EXPECT_EQ(Counts(1, kNothing), Rows({1}));
-  EXPECT_EQ(Counts(8192, kNothing), Rows({8192}));
-}
-
-TEST(RowSlices, TheFirstRowsAreComputedWhileTheOthersCome) {
-  EXPECT_EQ(Counts(8192, kComesIn), Rows({1024, 2048, 5120}));
-  EXPECT_EQ(Counts(4096, kComesIn), Rows({1024, 2048, 1024}));
-  EXPECT_EQ(Counts(4095, kComesIn), Rows({1024, 3071}));
-  EXPECT_EQ(Counts(2048, kComesIn), Rows({1024, 1024}));
-  EXPECT_EQ(Counts(2047, kComesIn), Rows({2047}));
-  // If there are many rows, only the first are waited for.
-  EXPECT_EQ(Counts(12287, kComesIn), Rows({1024, 2048, 9215}));
-  EXPECT_EQ(Counts(12288, kComesIn), Rows({1024, 2048, 8192, 1024}));
-  EXPECT_EQ(Counts(32768, kComesIn), Rows({1024, 2048, 8192, 8192, 8192, 5120}));
-}
-
-TEST(RowSlices, TheAnswerDoesNotWaitForManyRowsToLeave) {
-  EXPECT_EQ(Counts(8192, kComesAndLeaves), Rows({1024, 2048, 3072, 2048}));
-  EXPECT_EQ(Counts(8191, kComesAndLeaves), Rows({1024, 2048, 2048, 3071}));
-  EXPECT_EQ(Counts(7168, kComesAndLeaves), Rows({1024, 2048, 2048, 2048}));
-  EXPECT_EQ(Counts(7167, kComesAndLeaves), Rows({1024, 2048, 4095}));
-  EXPECT_EQ(Counts(4096, kComesAndLeaves), Rows({1024, 2048, 1024}));
-  EXPECT_EQ(Counts(32768, kComesAndLeaves), Rows({1024, 2048, 8192, 8192, 8192, 3072, 2048}));
-  EXPECT_EQ(Counts(8192, SliceNeeds{.leaves = true}), Rows({8192}));
-}
-
-TEST(RowSlices, LittleIsLeftToLeaveAtTheEnd) {
-  EXPECT_EQ(Counts(8192, kBoth), Rows({1024, 2048, 2048, 2048, 1024}));
-  EXPECT_EQ(Counts(8192, kLeavesLast), Rows({1024, 2048, 2048, 2048, 1024}));
-  EXPECT_EQ(Counts(8191, kBoth), Rows({1024, 2048, 2048, 1024, 2047}));
-  EXPECT_EQ(Counts(7168, kBoth), Rows({1024, 2048, 2048, 1024, 1024}));
-  EXPECT_EQ(Counts(3072, kBoth), Rows({1024, 1024, 1024}));
-  EXPECT_EQ(Counts(3071, kBoth), Rows({1024, 2047}));
-  EXPECT_EQ(Counts(2047, kBoth), Rows({2047}));
+TEST(RowSlices, AreCutByWhatTheRowsNeed) {
+  struct Case {
+    const SliceNeeds* needs;
+    int64_t rows;
+    std::vector<int64_t> counts;
+  };
+  constexpr SliceNeeds kLeaves = {.leaves = true};
+  for (const Case& of : std::vector<Case>{
+           {&kNothing, 1, {1}},
+           {&kNothing, 8192, {8192}},
+           // The first rows are computed while the others come. If there are many rows, only the first are waited for.
+           {&kComesIn, 8192, {1024, 2048, 5120}},
+           {&kComesIn, 4096, {1024, 2048, 1024}},
+           {&kComesIn, 4095, {1024, 3071}},
+           {&kComesIn, 2048, {1024, 1024}},
+           {&kComesIn, 2047, {2047}},
+           {&kComesIn, 12287, {1024, 2048, 9215}},
+           {&kComesIn, 12288, {1024, 2048, 8192, 1024}},
+           {&kComesIn, 32768, {1024, 2048, 8192, 8192, 8192, 5120}},
+           // The answer does not wait for many rows to leave.
+           {&kComesAndLeaves, 8192, {1024, 2048, 3072, 2048}},
+           {&kComesAndLeaves, 8191, {1024, 2048, 2048, 3071}},
+           {&kComesAndLeaves, 7168, {1024, 2048, 2048, 2048}},
+           {&kComesAndLeaves, 7167, {1024, 2048, 4095}},
+           {&kComesAndLeaves, 4096, {1024, 2048, 1024}},
+           {&kComesAndLeaves, 32768, {1024, 2048, 8192, 8192, 8192, 3072, 2048}},
+           {&kLeaves, 8192, {8192}},
+           // Little is left to leave at the end.
+           {&kBoth, 8192, {1024, 2048, 2048, 2048, 1024}},
+           {&kLeavesLast, 8192, {1024, 2048, 2048, 2048, 1024}},
+           {&kBoth, 8191, {1024, 2048, 2048, 1024, 2047}},
+           {&kBoth, 7168, {1024, 2048, 2048, 1024, 1024}},
+           {&kBoth, 3072, {1024, 1024, 1024}},
+           {&kBoth, 3071, {1024, 2047}},
+           {&kBoth, 2047, {2047}},
+       }) {
+    std::vector<int64_t> counts;
+    for (const RowSlice& slice : SliceRows(of.rows, *of.needs)) counts.push_back(slice.count);
+    EXPECT_EQ(counts, of.counts) << of.rows;
+  }
 }
 
 TEST(RowSlices, CoverAllRowsInOrderAndCutBetweenTiles) {
