@@ -1,4 +1,4 @@
-// Exactness of the CUDA engine in bf16 at real sizes, against fp64, in every regime of the logits; bitwise repeatability; shards.
+// Exactness of the CUDA engine in bf16 at real sizes, against fp64, in every regime of the logits; bitwise repeatability.
 //
 // Error of a gradient: of error_measure.h; a row or a column may have ten times the whole tensor's. The figures go to the file that
 // HEADWATER_FIGURES names.
@@ -8,12 +8,9 @@
 #include <cstdio>
 #include <sstream>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "kernels/reference/loss_reference.h"
-#include "kernels/reference/storage.h"
 #include "tests/kernels/cuda/cuda_problem.h"
 #include "tests/kernels/cuda/cuda_reference.h"
 #include "tests/kernels/cuda/cuda_test_environment.h"
@@ -76,13 +73,11 @@ void ExpectFigure(const std::string& name, double value, const std::string& unit
   EXPECT_LE(value, at_most) << name;
 }
 
-// The required error of every gradient. Lower figures are required of whole tensors only. A row of grad_weight that is no row's
-// target has the error of M's rounding, however exact the others are.
-constexpr double kRequiredError = 2.6e-3;
-
+// Less than kAnyForm is required of whole tensors only. A row of grad_weight that is no row's target has the error of M's rounding,
+// however exact the others are.
 void ExpectGradientFigure(const std::string& name, const TensorErrors& errors, double at_most) {
   ExpectFigure(name, errors.whole, "relative error", at_most);
-  const double worst = 10 * std::max(at_most, kRequiredError);
+  const double worst = 10 * std::max(at_most, kAnyForm);
   EXPECT_LE(errors.worst_row, worst) << name << ", worst row";
   EXPECT_LE(errors.worst_column, worst) << name << ", worst column";
 }
@@ -114,82 +109,6 @@ std::string BetaName(double beta) {
   char text[16];
   std::snprintf(text, sizeof(text), "beta%.1f", beta);
   return text;
-}
-
-// --- the reference itself ---
-
-std::vector<double> DecodeBuffer(const Buffer& buffer) {
-  std::vector<uint8_t> bytes(static_cast<size_t>(buffer.bytes()));
-  CopyMemory(bytes.data(), buffer.as<void>(), buffer.bytes());
-  return reference::Decode(DataType::kBFloat16, bytes.data(), buffer.bytes() / 2);
-}
-
-// Gradients of rows whose sides share no column are differences that fp64 cannot form: below this nothing is compared.
-constexpr double kSmallestGradient = 1e-4;
-
-void ExpectSame(const char* what, const std::vector<double>& actual, const std::vector<double>& expected, double bound) {
-  ASSERT_EQ(actual.size(), expected.size()) << what;
-  double largest = 0;
-  for (const double value : expected) largest = std::max(largest, std::abs(value));
-  for (size_t i = 0; i < actual.size(); ++i) {
-    ASSERT_LE(std::abs(actual[i] - expected[i]), bound * std::max(largest, kSmallestGradient)) << what << " " << i;
-  }
-}
-
-// Small enough for loss_reference.h, in every regime and for every beta.
-TEST(DeviceReferenceTest, IsTheReference) {
-  const ProblemShape shape = {"tiny", 6, 16, 72};
-  const auto reference_of = [&](const DeviceProblem& problem, auto loss) {
-    const bool has_teacher = problem.teacher_hidden.bytes() > 0;
-    const auto head_of = [&](const Buffer& weight) {
-      reference::Head head = {.weight = reference::Matrix(shape.vocab, shape.width, DecodeBuffer(weight))};
-      head.transform.valid_vocab_size = shape.vocab;
-      return head;
-    };
-    const reference::Head head = head_of(problem.weight);
-    reference::Head teacher;
-    reference::Term term = {
-        .head = &head, .row_count = shape.rows, .targets = problem.targets, .loss_scale = kLossScale, .loss = loss};
-    if (has_teacher) {
-      teacher = head_of(problem.teacher_weight);
-      teacher.trainable = false;
-      term.teacher_head = &teacher;
-      term.teacher_hidden = reference::Matrix(shape.rows, shape.width, DecodeBuffer(problem.teacher_hidden));
-    }
-    const reference::Result result =
-        reference::Compute(reference::Matrix(shape.rows, shape.width, DecodeBuffer(problem.hidden)), {term}, 1);
-    return std::tuple{result.terms[0], result.grad_hidden.data, result.gradient.at(&head).weight.data};
-  };
-  const auto device_of = [&](const Buffer& hidden, const Buffer& weight) {
-    return DeviceReference(Blas(), shape.rows, shape.width, shape.vocab, hidden.as<uint16_t>(), weight.as<uint16_t>());
-  };
-  for (const Regime regime : {Regime::kFlat, Regime::kRealistic, Regime::kWide, Regime::kConfident, Regime::kNineNines}) {
-    SCOPED_TRACE(RegimeName(regime));
-    const DeviceProblem problem = MakeCrossEntropyProblem(shape, regime);
-    const auto [term, grad_hidden, grad_weight] = reference_of(problem, reference::CrossEntropyOptions());
-    DeviceReference device = device_of(problem.hidden, problem.weight);
-    const RowResults rows = device.CrossEntropy(problem.device_targets.as<int32_t>(), kLossScale);
-    ExpectSame("loss", rows.loss, term.token_loss, 1e-12);
-    ExpectSame("lse", rows.lse, term.lse, 1e-12);
-    ExpectSame("target_log_probability", rows.target_log_probability, term.target_log_probability, 1e-12);
-    ExpectSame("entropy", rows.entropy, term.entropy, 1e-12);
-    EXPECT_EQ(rows.argmax, term.argmax);
-    ExpectSame("grad_hidden", device.ReadGradHidden(), grad_hidden, 1e-12);
-    ExpectSame("grad_weight", device.ReadGradWeight(), grad_weight, 1e-12);
-  }
-  for (const Regime regime : {Regime::kFlat, Regime::kWide, Regime::kConfident, Regime::kNearlyEqual}) {
-    for (const double beta : {0.0, 0.1, 0.5, 0.9, 1.0}) {
-      SCOPED_TRACE(std::string(RegimeName(regime)) + ", beta " + std::to_string(beta));
-      const DeviceProblem problem = MakeDivergenceProblem(shape, regime);
-      const auto [term, grad_hidden, grad_weight] = reference_of(problem, reference::JsdOptions{.beta = beta});
-      DeviceReference device = device_of(problem.hidden, problem.weight);
-      const RowResults rows = device.Divergence(device_of(problem.teacher_hidden, problem.teacher_weight), beta, kLossScale);
-      // Where both sides nearly agree, only fp64's own cancellation remains.
-      ExpectSame("loss", rows.loss, term.token_loss, 1e-9);
-      ExpectSame("grad_hidden", device.ReadGradHidden(), grad_hidden, 1e-9);
-      ExpectSame("grad_weight", device.ReadGradWeight(), grad_weight, 1e-9);
-    }
-  }
 }
 
 struct ExactnessCase {
@@ -353,22 +272,6 @@ INSTANTIATE_TEST_SUITE_P(All, Repeats,
                                            RepeatCase{kSmall, true, 3, false}, RepeatCase{kLarge, false, 1, false, 1},
                                            RepeatCase{kNarrow, false, 1, false, 40}),
                          [](const auto& test) { return test.param.Name(); });
-
-// However many shards, the loss is the same to fp32's digits; the gradients are held against fp64 above, on 1 and on 3.
-TEST(Shards, LossesAgree) {
-  for (const bool divergence : {false, true}) {
-    const DeviceProblem problem =
-        divergence ? MakeDivergenceProblem(kSmall, Regime::kFlat) : MakeCrossEntropyProblem(kSmall, Regime::kRealistic);
-    const DeviceLoss loss = {divergence, 0.5, kLossScale};
-    std::vector<DeviceOutcome> outcomes;
-    for (const int32_t shard_count : {1, 3}) {
-      outcomes.push_back(
-          DeviceEngine(problem, EngineOptions{.shard_count = shard_count, .workspace_bytes = kWorkspaceBytes}).Compute(loss));
-    }
-    EXPECT_LE(std::abs(outcomes[0].sums.loss_sum - outcomes[1].sums.loss_sum), 2e-6 * outcomes[0].sums.loss_sum)
-        << (divergence ? "divergence" : "cross entropy");
-  }
-}
 
 }  // namespace
 }  // namespace headwater::testing

@@ -260,12 +260,7 @@ constexpr int kFillBlocks = 1056;
 
 }  // namespace
 
-int FillNormal(uint16_t* out, int64_t count, uint64_t seed, double deviation) {
-  FillNormalKernel<<<kFillBlocks, 256>>>(nullptr, out, count, seed, deviation);
-  return cudaGetLastError();
-}
-
-int AddNormal(const uint16_t* in, uint16_t* out, int64_t count, uint64_t seed, double deviation) {
+int FillNormal(uint16_t* out, int64_t count, uint64_t seed, double deviation, const uint16_t* in) {
   FillNormalKernel<<<kFillBlocks, 256>>>(in, out, count, seed, deviation);
   return cudaGetLastError();
 }

@@ -10,10 +10,8 @@
 
 namespace headwater::testing {
 
-// out[i] = bf16(deviation * normal value number i of stream `seed`).
-int FillNormal(uint16_t* out, int64_t count, uint64_t seed, double deviation);
-// out[i] = bf16(in[i] + deviation * normal value).
-int AddNormal(const uint16_t* in, uint16_t* out, int64_t count, uint64_t seed, double deviation);
+// out[i] = bf16(in[i] + deviation * normal value number i of stream `seed`); `in` may be null: zeros.
+int FillNormal(uint16_t* out, int64_t count, uint64_t seed, double deviation, const uint16_t* in = nullptr);
 // weight[columns[i]] = bf16(logits[i] * hidden[i] / |hidden[i]|^2): row i's logit of column columns[i] becomes logits[i], up to
 // rounding. `columns` must differ from each other.
 int SetLogits(const uint16_t* hidden, const int32_t* columns, const double* logits, int64_t rows, int64_t width, uint16_t* weight);

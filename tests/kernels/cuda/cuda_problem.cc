@@ -129,9 +129,9 @@ DeviceProblem MakeDivergenceProblem(const ProblemShape& shape, Regime regime) {
   if (regime == Regime::kNearlyEqual) {
     problem.teacher_hidden = NormalValues(shape.rows, shape.width, 1, 1);  // the student's
     problem.teacher_weight = WeightValues(shape, 4, 3);
-    CheckCuda(AddNormal(problem.teacher_weight.as<uint16_t>(), problem.weight.as<uint16_t>(), shape.vocab * shape.width, 5,
-                        0.03 / std::sqrt(static_cast<double>(shape.width))),
-              "AddNormal");
+    CheckCuda(FillNormal(problem.weight.as<uint16_t>(), shape.vocab * shape.width, 5,
+                         0.03 / std::sqrt(static_cast<double>(shape.width)), problem.teacher_weight.as<uint16_t>()),
+              "FillNormal");
     return problem;
   }
   problem.teacher_hidden = NormalValues(shape.rows, shape.width, 6, 1);

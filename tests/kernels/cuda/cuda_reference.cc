@@ -106,8 +106,6 @@ TensorErrors DeviceReference::GradHiddenErrors(const uint16_t* actual) const {
 TensorErrors DeviceReference::GradWeightErrors(const float* actual) const {
   return Errors(actual, grad_weight_.as<double>(), vocab_, width_);
 }
-std::vector<double> DeviceReference::ReadGradHidden() const { return ReadDoubles(grad_hidden_.as<double>(), rows_ * width_); }
-std::vector<double> DeviceReference::ReadGradWeight() const { return ReadDoubles(grad_weight_.as<double>(), vocab_ * width_); }
 std::vector<double> DeviceReference::ReadLogits(int64_t row) const {
   return ReadDoubles(logits_.as<double>() + row * vocab_, vocab_);
 }

@@ -1,5 +1,5 @@
 // The fp64 reference of one loss term on the GPU, for shapes at which loss_reference.h takes minutes. It has cross entropy without
-// options, and the divergence at temperature 1. A test holds it against loss_reference.h.
+// options, and the divergence at temperature 1.
 #ifndef HEADWATER_TESTS_KERNELS_CUDA_CUDA_REFERENCE_H_
 #define HEADWATER_TESTS_KERNELS_CUDA_CUDA_REFERENCE_H_
 
@@ -38,9 +38,6 @@ class DeviceReference {
   // Errors of an engine's gradients, in device memory, against those of the last call.
   TensorErrors GradHiddenErrors(const uint16_t* actual) const;  // bf16 [rows, width]
   TensorErrors GradWeightErrors(const float* actual) const;     // [vocab, width]
-  // The last call's gradients themselves.
-  std::vector<double> ReadGradHidden() const;
-  std::vector<double> ReadGradWeight() const;
   // The logits, [rows, vocab], of one row.
   std::vector<double> ReadLogits(int64_t row) const;
 
