@@ -1,6 +1,5 @@
 // Heads: plans, admission, specifications, reading and writing tensors.
 #include <chrono>
-#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -146,57 +145,29 @@ TEST(Admission, GiantHeadsAreRefusedAtOnce) {
   EXPECT_EQ(engine->planned_bytes(), 0);
 }
 
+// integration_bad_input_test has a row for every field of a specification. Here are sizes that could reach beyond memory, and that
+// an engine checks each part.
 TEST(HeadSpec, BadOnesAreRefused) {
   const std::unique_ptr<LossEngine> engine = MakeSuiteEngine();
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  const double infinity = std::numeric_limits<double>::infinity();
-  const auto expect_refused = [&](const char* what, ErrorReason reason, auto change) {
+  const auto expect_refused = [&](const char* what, auto change) {
     HeadSpec spec = Spec(100, 10);
     spec.trainable = true;
     spec.optimizer = AdamWSpec{};
     change(spec);
-    const absl::Status status = ValidateHeadSpec(spec);
-    EXPECT_TRUE(!status.ok() && HasReason(status, reason)) << what << ": " << status;
+    EXPECT_REASON(ValidateHeadSpec(spec), kInvalidField) << what;
     EXPECT_FALSE(engine->PlanHead(spec).ok()) << what;
     EXPECT_FALSE(engine->CreateHead(spec).ok()) << what;
   };
-  constexpr ErrorReason kField = ErrorReason::kInvalidField;
-  constexpr ErrorReason kCombination = ErrorReason::kInvalidCombination;
   EXPECT_TRUE(ValidateHeadSpec(Spec(1, 1)).ok());
-  expect_refused("vocab_size 0", kField, [](HeadSpec& s) { s.vocab_size = 0; });
-  expect_refused("vocab_size -1", kField, [](HeadSpec& s) { s.vocab_size = -1; });
-  expect_refused("vocab_size over int32", kField,
-                 [](HeadSpec& s) { s.vocab_size = s.transform.valid_vocab_size = int64_t{1} << 40; });
-  expect_refused("hidden_size 0", kField, [](HeadSpec& s) { s.hidden_size = 0; });
-  expect_refused("hidden_size -5", kField, [](HeadSpec& s) { s.hidden_size = -5; });
-  expect_refused("valid_vocab_size 0", kField, [](HeadSpec& s) { s.transform.valid_vocab_size = 0; });
-  expect_refused("valid_vocab_size 101", kField, [](HeadSpec& s) { s.transform.valid_vocab_size = 101; });
-  expect_refused("data type 9", kField, [](HeadSpec& s) { s.data_type = static_cast<DataType>(9); });
-  expect_refused("staging_slots -1", kField, [](HeadSpec& s) { s.staging_slots = -1; });
-  for (const double value : {0.0, nan, infinity}) {
-    expect_refused("logit_scale", kField, [&](HeadSpec& s) { s.transform.logit_scale = value; });
-    expect_refused("softcap", kField, [&](HeadSpec& s) { s.transform.softcap = value; });
+  for (const int64_t size : {int64_t{0}, int64_t{-1}, int64_t{1} << 40}) {
+    expect_refused("vocab_size", [&](HeadSpec& s) { s.vocab_size = s.transform.valid_vocab_size = size; });
+    expect_refused("hidden_size", [&](HeadSpec& s) { s.hidden_size = size; });
   }
-  expect_refused("softcap -1", kField, [](HeadSpec& s) { s.transform.softcap = -1; });
-  for (const double value : {-0.1, 1.0, nan}) {
-    expect_refused("beta1", kField, [&](HeadSpec& s) { s.optimizer = AdamWSpec{value, 0.9, 1e-8, 0}; });
-    expect_refused("beta2", kField, [&](HeadSpec& s) { s.optimizer = AdamWSpec{0.9, value, 1e-8, 0}; });
-    expect_refused("momentum", kField, [&](HeadSpec& s) { s.optimizer = SgdSpec{value, 0, false, 0}; });
-  }
-  for (const double value : {-0.1, nan, infinity}) {
-    expect_refused("epsilon", kField, [&](HeadSpec& s) { s.optimizer = AdamWSpec{0.9, 0.9, value, 0}; });
-    expect_refused("weight_decay", kField, [&](HeadSpec& s) { s.optimizer = AdamWSpec{0.9, 0.9, 1e-8, value}; });
-    expect_refused("weight_decay", kField, [&](HeadSpec& s) { s.optimizer = SgdSpec{0, 0, false, value}; });
-    expect_refused("dampening", kField, [&](HeadSpec& s) { s.optimizer = SgdSpec{0.9, value, false, 0}; });
-  }
-  expect_refused("nesterov without momentum", kCombination, [](HeadSpec& s) { s.optimizer = SgdSpec{0, 0, true, 0}; });
-  expect_refused("nesterov with dampening", kCombination, [](HeadSpec& s) { s.optimizer = SgdSpec{0.9, 0.1, true, 0}; });
-  expect_refused("optimizer of a frozen head", kCombination, [](HeadSpec& s) { s.trainable = false; });
-  expect_refused("staging of a frozen head", kCombination, [](HeadSpec& s) {
-    s.trainable = false;
-    s.optimizer = {};
-    s.staging_slots = 1;
-  });
+  expect_refused("valid_vocab_size", [](HeadSpec& s) { s.transform.valid_vocab_size = 101; });
+  expect_refused("data_type", [](HeadSpec& s) { s.data_type = static_cast<DataType>(9); });
+  expect_refused("staging_slots", [](HeadSpec& s) { s.staging_slots = -1; });
+  expect_refused("softcap", [](HeadSpec& s) { s.transform.softcap = kNan; });
+  expect_refused("optimizer", [](HeadSpec& s) { s.optimizer = SgdSpec{.momentum = 1}; });
 }
 
 TEST(EngineOptionsCheck, BadOnesAreRefused) {
