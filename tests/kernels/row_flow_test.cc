@@ -7,7 +7,6 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -16,6 +15,7 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
+#include "tests/kernels/support/checked_flow.h"
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/kernel_suite.h"
 #include "tests/unit/expect_status.h"
@@ -55,101 +55,44 @@ class LateTensor {
   int64_t here_ = 0;
 };
 
-// Lets a prepared micro-batch's rows come as they are awaited, and checks the engine's calls.
-class TestFlow final : public RowFlow {
+// Lets a prepared micro-batch's rows come as they are awaited.
+class TestFlow final : public CheckedFlow {
  public:
-  explicit TestFlow(PreparedMicroBatch* prepared) : micro_batch_(prepared->micro_batch), thread_(std::this_thread::get_id()) {
+  explicit TestFlow(PreparedMicroBatch* prepared) : CheckedFlow(prepared->micro_batch) {
     tensors_.reserve(1 + prepared->terms.size());
-    if (micro_batch_.hidden.row_count > 0) tensors_.emplace_back(&prepared->micro_batch.hidden, 0);
+    if (prepared->micro_batch.hidden.row_count > 0) tensors_.emplace_back(&prepared->micro_batch.hidden, 0);
     for (LossTerm& term : prepared->terms) {
       if (term.teacher_hidden.data != nullptr) tensors_.emplace_back(&term.teacher_hidden, term.row_start);
     }
     prepared->micro_batch.flow = this;
   }
 
-  // The given call of AwaitRows() (0: none), or Decide(), fails.
-  void FailAtAwait(int call) { failing_await_ = call; }
-  void FailAtDecide() { fails_decide_ = true; }
-  // Rows come only when Arrive() says so.
+  // Rows come only when Send() says so.
   void LetRowsBeLate() { late_ = true; }
-  void Arrive(int64_t row_end) {
-    std::lock_guard<std::mutex> lock(mutex_);
+  void Send(int64_t row_end) {
+    std::lock_guard<std::mutex> lock(arrival_mutex_);
     for (LateTensor& tensor : tensors_) tensor.Arrive(row_end);
     here_ = row_end;
     came_.notify_all();
   }
 
-  absl::Status AwaitRows(int64_t row_end) override {
-    EXPECT_EQ(std::this_thread::get_id(), thread_);
-    EXPECT_GE(row_end, awaited_);
-    EXPECT_LE(row_end, micro_batch_.hidden.row_count);
-    EXPECT_EQ(decided_, 0);
-    awaited_ = row_end;
-    if (++awaits_ == failing_await_) return absl::CancelledError("the rows stay away");
+ protected:
+  absl::Status Arrive(int64_t, int64_t row_end) override {
     if (!late_) {
-      Arrive(row_end);
+      Send(row_end);
       return absl::OkStatus();
     }
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(arrival_mutex_);
     return came_.wait_for(lock, kPatience, [&] { return here_ >= row_end; }) ? absl::OkStatus()
                                                                              : absl::DeadlineExceededError("no rows came");
   }
 
-  absl::Status Decide(const DigestBuilder* rows) override {
-    EXPECT_EQ(std::this_thread::get_id(), thread_);
-    EXPECT_GE(awaits_, 1);
-    EXPECT_EQ(awaited_, micro_batch_.hidden.row_count) << "decided before all rows were there";
-    EXPECT_EQ(++decided_, 1);
-    if (rows != nullptr) digest_ = rows->Finish("header");
-    return fails_decide_ ? absl::AbortedError("decided otherwise") : absl::OkStatus();
-  }
-
-  void GradHiddenReady(int64_t row_end) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const MutableRowsView& out = micro_batch_.grad_hidden;
-    ASSERT_NE(out.data, nullptr);
-    ASSERT_GT(row_end, ready_);
-    ASSERT_LE(row_end, out.row_count);
-    const int64_t row_bytes = out.column_count * ElementBytes(out.data_type);
-    const auto* bytes = static_cast<const uint8_t*>(out.data);
-    seen_.insert(seen_.end(), bytes + ready_ * row_bytes, bytes + row_end * row_bytes);
-    ready_ = row_end;
-    ++notes_;
-  }
-
-  // After a computation that succeeded.
-  void ExpectComplete() const {
-    EXPECT_EQ(decided_, 1);
-    const MutableRowsView& out = micro_batch_.grad_hidden;
-    if (out.data == nullptr) return;
-    EXPECT_EQ(ready_, out.row_count);
-    const int64_t bytes = out.row_count * out.column_count * ElementBytes(out.data_type);
-    ASSERT_EQ(static_cast<int64_t>(seen_.size()), bytes);
-    EXPECT_TRUE(bytes == 0 || std::memcmp(seen_.data(), out.data, seen_.size()) == 0) << "rows changed after they were final";
-  }
-  int awaits() const { return awaits_; }
-  int decided() const { return decided_; }
-  int notes() const { return notes_; }
-  const std::optional<Digest>& digest() const { return digest_; }
-
  private:
-  const MicroBatch micro_batch_;  // as it was; of grad_hidden the memory
-  const std::thread::id thread_;
   std::vector<LateTensor> tensors_;
-  int failing_await_ = 0;
-  bool fails_decide_ = false;
   bool late_ = false;
-
-  std::mutex mutex_;
+  std::mutex arrival_mutex_;
   std::condition_variable came_;
   int64_t here_ = 0;
-  int64_t awaited_ = 0;
-  int awaits_ = 0;
-  int decided_ = 0;
-  std::optional<Digest> digest_;
-  int64_t ready_ = 0;
-  int notes_ = 0;
-  std::vector<uint8_t> seen_;
 };
 
 enum class FlowMode { kDirect, kStaged, kForward, kNoGradWeight, kNoGradHidden };
@@ -291,7 +234,7 @@ TEST_P(RowFlowTest, HasTheResultsOfAllRowsAtOnce) {
         constexpr int64_t kPieces = 5;
         for (int64_t piece = 1; piece <= kPieces; ++piece) {
           std::this_thread::sleep_for(std::chrono::milliseconds(3));
-          flow.Arrive(problem().rows * piece / kPieces);
+          flow.Send(problem().rows * piece / kPieces);
         }
       });
     }
@@ -349,25 +292,6 @@ TEST_P(RowFlowTest, AddsNothingIfTheCallerEndsIt) {
   EXPECT_TRUE(after.BitwiseEquals(expected));
 }
 
-// Work deferred before an aborted call is added with later work.
-using OwedRowFlowTest = RowFlowTest;
-TEST_P(OwedRowFlowTest, LeavesDeferredWorkAlone) {
-  LoadedHeads heads(problem().heads, Case().engine);
-  LoadedHeads undisturbed(problem().heads, Case().engine);
-  ComputeOptions options = Options();
-  options.grad_hidden = false;
-  for (int round = 0; round < 3; ++round) {
-    ASSERT_TRUE(heads.TryCompute(problem(), options).ok());
-    ASSERT_TRUE(undisturbed.TryCompute(problem(), options).ok());
-    PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
-    TestFlow flow(&prepared);
-    flow.FailAtAwait(round == 1 ? 1 : 0);
-    flow.FailAtDecide();
-    EXPECT_FALSE(heads.engine().Compute(prepared.micro_batch).ok());
-  }
-  EXPECT_TRUE(heads.ReadGradients() == undisturbed.ReadGradients());
-}
-
 // The digest of a flow, and that of rows alone, are the sum of the rows.
 void ExpectDigests(const Problem& problem, const EngineOptions& engine, const ComputeOptions& options) {
   LoadedHeads heads(problem.heads, engine);
@@ -403,10 +327,6 @@ INSTANTIATE_TEST_SUITE_P(All, RowFlowTest,
                          ::testing::Combine(::testing::Range<size_t>(0, FlowCases().size()),
                                             ::testing::Values(FlowMode::kDirect, FlowMode::kStaged, FlowMode::kForward,
                                                               FlowMode::kNoGradWeight, FlowMode::kNoGradHidden)),
-                         CaseName);
-
-INSTANTIATE_TEST_SUITE_P(All, OwedRowFlowTest,
-                         ::testing::Combine(::testing::Range<size_t>(0, FlowCases().size()), ::testing::Values(FlowMode::kDirect)),
                          CaseName);
 
 // A large micro-batch's gradient leaves before all of it is there, where the engine computes it in slices or chunks.
@@ -489,33 +409,6 @@ TEST(RowFlow, RefusesMeaninglessCombinations) {
   prepared.ExpectOutputsUntouched();
   DigestBuilder builder;
   EXPECT_REASON(heads.engine().DigestRows({prepared.micro_batch.hidden}, &event, &builder), kInvalidField);
-}
-
-// Memory that the engine gave, or that was registered, holds rows like any other.
-TEST(RowFlow, ComputesFromHostMemoryOfTheEngine) {
-  const Problem problem = MakeProblem(WithType({.rows = 300}, DataType::kBFloat16));
-  LoadedHeads heads(problem.heads, {});
-  const Outcome expected = heads.Compute(problem);
-  heads.ZeroGradients();
-  PreparedMicroBatch prepared(problem, heads.pointers(), {});
-  const int64_t bytes = problem.rows * problem.hidden_size * 2;
-  ASSERT_OK_AND_ASSIGN(std::unique_ptr<HostMemory> rows, heads.engine().AllocateHostMemory(bytes));
-  EXPECT_GE(rows->bytes(), bytes);
-  EXPECT_EQ(reinterpret_cast<uintptr_t>(rows->data()) % 64, 0u);
-  std::memcpy(rows->data(), prepared.micro_batch.hidden.data, static_cast<size_t>(bytes));
-  prepared.micro_batch.hidden.data = rows->data();
-  std::vector<uint8_t> own(static_cast<size_t>(bytes));
-  MutableRowsView collected = prepared.micro_batch.grad_hidden;
-  ASSERT_EQ(collected.data_type, DataType::kBFloat16);
-  ASSERT_OK_AND_ASSIGN(std::unique_ptr<HostMemory> registered, heads.engine().RegisterHostMemory(own.data(), bytes));
-  EXPECT_EQ(registered->data(), own.data());
-  EXPECT_EQ(registered->bytes(), bytes);
-  prepared.micro_batch.grad_hidden.data = own.data();
-  ASSERT_OK_AND_ASSIGN(const MicroBatchResult result, heads.engine().Compute(prepared.micro_batch));
-  EXPECT_TRUE(expected.grad_hidden_bytes == own);
-  EXPECT_TRUE(heads.ReadGradients() == expected.gradients);
-  registered.reset();
-  std::fill(own.begin(), own.end(), static_cast<uint8_t>(1));  // still the caller's
 }
 
 // A handle that means nothing here is refused, and the engine continues.

@@ -156,24 +156,31 @@ TEST(DeferredGradWeight, IsFlushedByCallsThatNeedItsPlace) {
   EXPECT_LE(RelativeDifference(GradientOf({{0, 1024}, {0, kRows}, {1024, 2048}, {3072, 1024}}), GradientOfOneCall(), 2), 1e-5);
 }
 
-// Ends a computation where its last rows are there.
+// Ends a computation before its rows are there, or when all of them are.
 class EndingFlow final : public RowFlow {
  public:
-  absl::Status AwaitRows(int64_t) override { return absl::OkStatus(); }
-  absl::Status Decide(const DigestBuilder*) override { return MakeError(ErrorReason::kCancelled, "no more is wanted"); }
+  explicit EndingFlow(bool at_await) : at_await_(at_await) {}
+  absl::Status AwaitRows(int64_t) override { return at_await_ ? End() : absl::OkStatus(); }
+  absl::Status Decide(const DigestBuilder*) override { return End(); }
   void GradHiddenReady(int64_t) override {}
+
+ private:
+  static absl::Status End() { return MakeError(ErrorReason::kCancelled, "no more is wanted"); }
+  const bool at_await_;
 };
 
 TEST(DeferredGradWeight, DropsEndedCalls) {
-  Trainee trainee;
-  EndingFlow flow;
-  for (const bool is_first : {true, false}) {
-    if (!is_first) trainee.Compute(0, 1024);
-    EXPECT_FALSE(trainee.TryCompute(trainee.head(), 2048, 1024, &flow).ok());
+  for (const bool at_await : {false, true}) {
+    Trainee trainee;
+    EndingFlow flow(at_await);
+    for (const bool is_first : {true, false}) {
+      if (!is_first) trainee.Compute(0, 1024);
+      EXPECT_FALSE(trainee.TryCompute(trainee.head(), 2048, 1024, &flow).ok());
+    }
+    trainee.Compute(1024, 1024);
+    trainee.Compute(2048, 2048);
+    EXPECT_TRUE(trainee.Gradient() == GradientOfOneCall());
   }
-  trainee.Compute(1024, 1024);
-  trainee.Compute(2048, 2048);
-  EXPECT_TRUE(trainee.Gradient() == GradientOfOneCall());
 }
 
 }  // namespace

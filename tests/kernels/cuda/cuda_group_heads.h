@@ -29,7 +29,7 @@ struct GroupCase {
 inline void PrintTo(const GroupCase& of, std::ostream* out) { *out << of.name; }
 std::vector<GroupCase> GroupCases();
 
-// A test of each group that this machine can have.
+// A test of each group that this machine can have. Ranks work only within CudaGroup::Run(), between whose calls members may change.
 class CudaGroupCaseTest : public ::testing::TestWithParam<GroupCase> {
  protected:
   void SetUp() override {
@@ -41,6 +41,15 @@ class CudaGroupCaseTest : public ::testing::TestWithParam<GroupCase> {
     options.shard_weights = GetParam().weights;
     return std::make_unique<CudaGroup>(ranks(), std::move(options));
   }
+  // A group whose last rank fails in a phase of its work while `fails_` is set.
+  std::unique_ptr<CudaGroup> MakeFailing(ShardPhase phase) const {
+    EngineOptions options = PlainOptions();
+    options.shard_probe = [this, phase](ShardPhase of, int32_t rank) {
+      return fails_ && of == phase && rank == ranks() - 1 ? absl::InternalError("struck down") : absl::OkStatus();
+    };
+    return Make(std::move(options));
+  }
+  bool fails_ = false;
 };
 
 // A problem's heads on all ranks of a group.

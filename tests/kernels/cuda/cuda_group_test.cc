@@ -17,6 +17,7 @@
 #include "tests/kernels/cuda/cuda_group_heads.h"
 #include "tests/kernels/cuda/cuda_support.h"
 #include "tests/kernels/cuda/cuda_test_environment.h"
+#include "tests/kernels/support/checked_flow.h"
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/kernel_suite.h"
@@ -360,54 +361,33 @@ TEST_P(CudaGroupTest, UpdatesLikeOneGpu) {
   }
 }
 
-// Rows that come while they are computed. Answers alike on all ranks.
-class CountedFlow final : public RowFlow {
- public:
-  CountedFlow(int failing_await, bool fails_decide) : failing_await_(failing_await), fails_decide_(fails_decide) {}
-  absl::Status AwaitRows(int64_t) override {
-    return ++awaits_ == failing_await_ ? absl::CancelledError("no more rows") : absl::OkStatus();
-  }
-  absl::Status Decide(const DigestBuilder*) override {
-    ++decisions_;
-    return fails_decide_ ? absl::CancelledError("not wanted") : absl::OkStatus();
-  }
-  void GradHiddenReady(int64_t row_end) override { ready_ = row_end; }
-  int awaits() const { return awaits_; }
-  int decisions() const { return decisions_; }
-  int64_t ready() const { return ready_; }
-
- private:
-  const int failing_await_;
-  const bool fails_decide_;
-  int awaits_ = 0;
-  int decisions_ = 0;
-  int64_t ready_ = 0;
-};
-
 TEST_P(CudaGroupTest, EndedFlowAddsNothingAndTheGroupContinues) {
   const std::unique_ptr<CudaGroup> group = Make();
   const ProblemOptions options = {.rows = 4500, .vocab_size = 301};
   const Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
   GroupHeads heads(*group, problem.heads);
-  const auto with_flow = [&](int failing_await, bool fails_decide, bool expect_ok) {
+  // All ranks' flows answer alike.
+  const auto with_flow = [&](int failing_await, bool fails_decide) {
     group->Run([&](int32_t rank) {
       PreparedMicroBatch prepared(problem, heads.On(rank), kPlain);
-      CountedFlow flow(failing_await, fails_decide);
+      CheckedFlow flow(prepared.micro_batch);
+      flow.FailAtAwait(failing_await);
+      if (fails_decide) flow.FailAtDecide();
       prepared.micro_batch.flow = &flow;
       const absl::Status status = group->engine(rank).Compute(prepared.micro_batch).status();
-      EXPECT_EQ(status.ok(), expect_ok) << status;
-      EXPECT_EQ(absl::IsCancelled(status), !expect_ok) << status;
-      if (expect_ok) {
-        EXPECT_EQ(flow.decisions(), 1);
-        EXPECT_EQ(flow.ready(), rank == 0 ? options.rows : 0);
-      }
+      EXPECT_EQ(absl::IsCancelled(status), failing_await > 0) << status;
+      EXPECT_EQ(absl::IsAborted(status), fails_decide) << status;
+      if (failing_await > 0 || fails_decide) return;
+      EXPECT_TRUE(status.ok()) << status;
+      EXPECT_EQ(flow.decided(), 1);
+      EXPECT_EQ(flow.ready(), rank == 0 ? options.rows : 0);
     });
   };
-  with_flow(1, false, false);
-  with_flow(2, false, false);
-  with_flow(0, true, false);
+  with_flow(1, false);
+  with_flow(2, false);
+  with_flow(0, true);
   for (const float value : heads.Read(0, HeadTensor::kGradWeight)) ASSERT_EQ(value, 0);
-  with_flow(0, false, true);
+  with_flow(0, false);
   const std::vector<float> flowed = heads.Read(0, HeadTensor::kGradWeight);
   heads.ZeroGradients();
   const Outcome whole = heads.Compute(problem, kPlain);
@@ -415,43 +395,30 @@ TEST_P(CudaGroupTest, EndedFlowAddsNothingAndTheGroupContinues) {
 }
 
 TEST_P(CudaGroupTest, UnreadyRankChangesNothing) {
-  EngineOptions engine_options = PlainOptions();
-  const int32_t last = ranks() - 1;
-  bool fails = true;
-  engine_options.shard_probe = [&](ShardPhase phase, int32_t rank) {
-    return fails && phase == ShardPhase::kPrepare && rank == last ? absl::UnavailableError("not now") : absl::OkStatus();
-  };
   const Problem problem = MakeProblem(ProblemOptions());
-  fails = false;
-  const std::unique_ptr<CudaGroup> group = Make(engine_options);
+  const std::unique_ptr<CudaGroup> group = MakeFailing(ShardPhase::kPrepare);
   GroupHeads heads(*group, problem.heads);
-  fails = true;
+  fails_ = true;
   group->Run([&](int32_t rank) {
     const PreparedMicroBatch prepared(problem, heads.On(rank), {});
     const absl::Status status = group->engine(rank).Compute(prepared.micro_batch).status();
     EXPECT_TRUE(HasReason(status, ErrorReason::kShardNotReady)) << status;
-    EXPECT_EQ(GetErrorMetadata(status).at("shard"), std::to_string(last));
+    EXPECT_EQ(GetErrorMetadata(status).at("shard"), std::to_string(ranks() - 1));
     EXPECT_TRUE(HasReason(heads.On(rank)[0]->ZeroGradient(), ErrorReason::kShardNotReady));
     EXPECT_TRUE(group->engine(rank).health().ok());
   });
-  fails = false;
+  fails_ = false;
   ExpectOutcomeMatches(problem, ComputeExpected(problem), heads.Compute(problem));
 }
 
 // A rank that fails while the others are in the middle of it: they must not wait for it on the device.
 TEST_P(CudaGroupTest, FailedRankBreaksTheGroupSoon) {
   const Problem problem = MakeProblem(ProblemOptions());
-  const int32_t last = ranks() - 1;
-  bool fails = false;
-  EngineOptions engine_options = PlainOptions();
-  engine_options.shard_probe = [&](ShardPhase phase, int32_t rank) {
-    return fails && phase == ShardPhase::kAct && rank == last ? absl::InternalError("struck down") : absl::OkStatus();
-  };
-  const std::unique_ptr<CudaGroup> group = Make(engine_options);
+  const std::unique_ptr<CudaGroup> group = MakeFailing(ShardPhase::kAct);
   {
     GroupHeads heads(*group, problem.heads);
     heads.Compute(problem);
-    fails = true;
+    fails_ = true;
     const auto start = std::chrono::steady_clock::now();
     group->Run([&](int32_t rank) {
       const PreparedMicroBatch prepared(problem, heads.On(rank), {});
@@ -459,7 +426,7 @@ TEST_P(CudaGroupTest, FailedRankBreaksTheGroupSoon) {
       EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
     });
     EXPECT_LT(std::chrono::steady_clock::now() - start, kSoon);
-    fails = false;
+    fails_ = false;
     group->Run([&](int32_t rank) {
       EXPECT_TRUE(HasReason(group->engine(rank).health(), ErrorReason::kEngineFailed));
       EXPECT_TRUE(HasReason(heads.On(rank)[0]->ZeroGradient(), ErrorReason::kEngineFailed));

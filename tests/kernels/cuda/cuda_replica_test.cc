@@ -334,15 +334,10 @@ TEST_P(CudaReplicaTest, LiveBesideHeadsByVocabularyButNotInOneCall) {
 
 TEST_P(CudaReplicaTest, UnreadyRankDoesNotStopOthers) {
   const int32_t last = ranks() - 1;
-  bool fails = false;
-  EngineOptions engine_options = PlainOptions();
-  engine_options.shard_probe = [&](ShardPhase phase, int32_t rank) {
-    return fails && phase == ShardPhase::kPrepare && rank == last ? absl::UnavailableError("not now") : absl::OkStatus();
-  };
   const std::vector<Problem> problems = ProblemsByRank(ProblemOptions(), ranks());
-  const std::unique_ptr<CudaGroup> group = Make(engine_options);
+  const std::unique_ptr<CudaGroup> group = MakeFailing(ShardPhase::kPrepare);
   const GroupHeads heads(*group, problems[0].heads);
-  fails = true;
+  fails_ = true;
   group->Run([&](int32_t rank) {
     const PreparedMicroBatch prepared(problems[static_cast<size_t>(rank)], heads.On(rank), {});
     const absl::Status status = group->engine(rank).Compute(prepared.micro_batch).status();
@@ -352,7 +347,7 @@ TEST_P(CudaReplicaTest, UnreadyRankDoesNotStopOthers) {
     EXPECT_TRUE(HasReason(heads.On(rank)[0]->ReduceGradient(), ErrorReason::kShardNotReady));
     EXPECT_TRUE(group->engine(rank).health().ok());
   });
-  fails = false;
+  fails_ = false;
   group->Run([&](int32_t rank) { CheckStatus(heads.On(rank)[0]->ReduceGradient(), "ReduceGradient"); });
   std::vector<double> factors(problems.size(), 1);
   factors.back() = 0;
@@ -362,15 +357,10 @@ TEST_P(CudaReplicaTest, UnreadyRankDoesNotStopOthers) {
 // A failure in a rank's own call costs all of them, who have taken no part in it.
 TEST_P(CudaReplicaTest, FailedRankBreaksTheGroup) {
   const int32_t last = ranks() - 1;
-  bool fails = false;
-  EngineOptions engine_options = PlainOptions();
-  engine_options.shard_probe = [&](ShardPhase phase, int32_t rank) {
-    return fails && phase == ShardPhase::kAct && rank == last ? absl::InternalError("struck down") : absl::OkStatus();
-  };
   const std::vector<Problem> problems = ProblemsByRank(ProblemOptions(), ranks());
-  const std::unique_ptr<CudaGroup> group = Make(engine_options);
+  const std::unique_ptr<CudaGroup> group = MakeFailing(ShardPhase::kAct);
   const GroupHeads heads(*group, problems[0].heads);
-  fails = true;
+  fails_ = true;
   group->Run([&](int32_t rank) {
     EngineHead& head = *heads.On(rank)[0];
     if (rank == last) {

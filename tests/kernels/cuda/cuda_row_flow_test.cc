@@ -7,13 +7,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <csignal>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -22,8 +20,12 @@
 #include "gtest/gtest.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
+#include "kernels/reference/storage.h"
+#include "tests/kernels/cuda/cuda_fp64.h"
+#include "tests/kernels/cuda/cuda_problem.h"
 #include "tests/kernels/cuda/cuda_support.h"
 #include "tests/kernels/cuda/cuda_test_environment.h"
+#include "tests/kernels/support/checked_flow.h"
 #include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
@@ -31,38 +33,33 @@ namespace {
 
 const bool kSkipsWithoutGpu = SkipTestsWithoutGpu();
 
+const ProblemShape kShape = {"", 4700, 512, 8000};
 constexpr int64_t kRows = 4700;
-constexpr int64_t kWidth = 512;
-constexpr int64_t kVocab = 8000;
-constexpr int64_t kRowBytes = kWidth * 2;
+constexpr int64_t kRowBytes = 512 * 2;
 constexpr int64_t kBytes = kRows * kRowBytes;
 constexpr int kPatienceMs = 60000;
 
-// Reproducible bf16 values in [-1, 1), times `scale`, a power of two.
-std::vector<uint16_t> Values(int64_t count, uint32_t seed, float scale) {
-  std::vector<uint16_t> values(static_cast<size_t>(count));
-  uint32_t state = seed;
-  for (uint16_t& value : values) {
-    state = state * 1664525u + 1013904223u;
-    const float number = (static_cast<float>(state >> 24) / 128.0f - 1.0f) * scale;  // 8 bits: exact
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof(bits));
-    value = static_cast<uint16_t>(bits >> 16);
-  }
+// Some rows are ignored, the last ones too.
+const DeviceProblem& Problem() {
+  static const DeviceProblem problem = [] {
+    DeviceProblem made = MakeCrossEntropyProblem(kShape, Regime::kFlat);
+    for (size_t i = 0; i < made.targets.size(); ++i) {
+      if (i % 97 < 3 || i > made.targets.size() - 9) made.targets[i] = kDefaultIgnoreIndex;
+    }
+    return made;
+  }();
+  return problem;
+}
+
+std::vector<uint16_t> OnHost(const Buffer& rows) {
+  std::vector<uint16_t> values(static_cast<size_t>(rows.bytes() / 2));
+  CopyMemory(values.data(), rows.as<void>(), rows.bytes());
   return values;
 }
 
-std::vector<float> Decode(const std::vector<uint16_t>& values) {
-  std::vector<float> numbers(values.size());
-  for (size_t i = 0; i < values.size(); ++i) {
-    const uint32_t bits = static_cast<uint32_t>(values[i]) << 16;
-    std::memcpy(&numbers[i], &bits, sizeof(bits));
-  }
-  return numbers;
-}
-
+// The problem's rows.
 const std::vector<uint16_t>& Hidden() {
-  static const std::vector<uint16_t> hidden = Values(kRows * kWidth, 1, 1);
+  static const std::vector<uint16_t> hidden = OnHost(Problem().hidden);
   return hidden;
 }
 
@@ -84,19 +81,10 @@ class FlowEngine {
   explicit FlowEngine(EngineOptions options = {}, int64_t workspace_bytes = int64_t{1} << 30) {
     options.workspace_bytes = workspace_bytes;
     engine_ = MakeCudaEngine(options);
-    const HeadSpec spec = {.vocab_size = kVocab,
-                           .hidden_size = kWidth,
-                           .data_type = DataType::kBFloat16,
-                           .transform = {.valid_vocab_size = kVocab},
-                           .trainable = true,
-                           .staging_slots = 1};
+    HeadSpec spec = BFloat16Head(kShape, /*trainable=*/true);
+    spec.staging_slots = 1;
     head_ = MakeHeadOn(*engine_, spec);
-    const std::vector<uint16_t> weight = Values(kVocab * kWidth, 7, 0.125f);
-    CheckStatus(head_->WriteTensor(HeadTensor::kWeight, 0, kVocab * kWidth, weight.data()), "WriteTensor");
-    for (int64_t i = 0; i < kRows; ++i) {
-      const bool ignored = i % 97 < 3 || i > kRows - 9;
-      targets_.push_back(ignored ? kDefaultIgnoreIndex : static_cast<int32_t>(i * 7919 % kVocab));
-    }
+    WriteWeight(*head_, Problem().weight);
   }
 
   LossEngine& engine() { return *engine_; }
@@ -105,18 +93,18 @@ class FlowEngine {
   MicroBatch Make(const void* hidden, MemorySpace hidden_memory, void* grad_hidden, MemorySpace grad_memory) {
     term_.head = head_.get();
     term_.row_count = kRows;
-    term_.targets = targets_;
-    return {.hidden = {hidden, kRows, kWidth, DataType::kBFloat16, hidden_memory},
+    term_.targets = Problem().targets;
+    return {.hidden = {hidden, kRows, kShape.width, DataType::kBFloat16, hidden_memory},
             .terms = absl::MakeConstSpan(&term_, 1),
             .backward = true,
-            .grad_hidden = {grad_hidden, kRows, kWidth, DataType::kBFloat16, grad_memory},
+            .grad_hidden = {grad_hidden, kRows, kShape.width, DataType::kBFloat16, grad_memory},
             .grad_weight = GradWeightMode::kAccumulate};
   }
 
   // Its first rows only. For the micro-batch made last.
   void Shorten(MicroBatch* micro_batch, int64_t rows) {
     term_.row_count = rows;
-    term_.targets = absl::MakeConstSpan(targets_).first(static_cast<size_t>(rows));
+    term_.targets = absl::MakeConstSpan(Problem().targets).first(static_cast<size_t>(rows));
     micro_batch->hidden.row_count = micro_batch->grad_hidden.row_count = rows;
   }
 
@@ -127,7 +115,7 @@ class FlowEngine {
     CheckStatus(computed.status(), "Compute");
     Result result;
     result.sums = computed->terms[0];
-    result.grad_hidden.resize(static_cast<size_t>(kRows * kWidth));
+    result.grad_hidden.resize(static_cast<size_t>(kBytes / 2));
     CopyMemory(result.grad_hidden.data(), micro_batch.grad_hidden.data, kBytes);
     result.grad_weight = ReadGradient();
     return result;
@@ -135,16 +123,13 @@ class FlowEngine {
   std::vector<float> ReadGradient() { return ReadFloats(*head_, HeadTensor::kGradWeight); }
   // The expected result: everything in the engine's own memory at once.
   Result Reference() {
-    const Buffer hidden(BufferKind::kDevice, kBytes);
     const Buffer grad_hidden(BufferKind::kDevice, kBytes);
-    CopyMemory(hidden.as<void>(), Hidden().data(), kBytes);
-    return Compute(Make(hidden.as<void>(), MemorySpace::kDevice, grad_hidden.as<void>(), MemorySpace::kDevice));
+    return Compute(Make(Problem().hidden.as<void>(), MemorySpace::kDevice, grad_hidden.as<void>(), MemorySpace::kDevice));
   }
 
  private:
   std::unique_ptr<LossEngine> engine_;
   std::unique_ptr<EngineHead> head_;
-  std::vector<int32_t> targets_;
   LossTerm term_;
 };
 
@@ -154,7 +139,10 @@ void ExpectSame(const Result& actual, const Result& expected) {
   EXPECT_EQ(actual.sums.valid_token_count, expected.sums.valid_token_count);
   EXPECT_EQ(std::memcmp(actual.grad_weight.data(), expected.grad_weight.data(), expected.grad_weight.size() * 4), 0);
   ASSERT_EQ(actual.grad_hidden.size(), expected.grad_hidden.size());
-  EXPECT_LE(RelativeDifference(Decode(actual.grad_hidden), Decode(expected.grad_hidden)), 4e-3);
+  const auto decode = [](const std::vector<uint16_t>& values) {
+    return reference::Decode(DataType::kBFloat16, values.data(), static_cast<int64_t>(values.size()));
+  };
+  EXPECT_LE(RelativeDifference(decode(actual.grad_hidden), decode(expected.grad_hidden)), 4e-3);
 }
 
 void ExpectSameBits(const Result& actual, const Result& expected) {
@@ -163,71 +151,46 @@ void ExpectSameBits(const Result& actual, const Result& expected) {
   EXPECT_TRUE(actual.grad_weight == expected.grad_weight);
 }
 
-// Rows come to `hidden` (null: they are there) when they are awaited.
-class ArrivingRows final : public RowFlow {
+// The rows of a micro-batch, poison so far, come when they are awaited.
+class ArrivingRows final : public CheckedFlow {
  public:
-  ArrivingRows(void* hidden, const void* grad_hidden) : hidden_(hidden), grad_hidden_(grad_hidden) {
-    if (hidden != nullptr) CheckCuda(cudaMemset(hidden, 0xFF, kBytes), "cudaMemset");
+  explicit ArrivingRows(MicroBatch* micro_batch)
+      : CheckedFlow(*micro_batch), hidden_(static_cast<char*>(const_cast<void*>(micro_batch->hidden.data))) {
+    CheckCuda(cudaMemset(hidden_, 0xFF, kBytes), "cudaMemset");
     CheckCuda(cudaDeviceSynchronize(), "cudaMemset");
-    seen_.reserve(static_cast<size_t>(kBytes));
+    micro_batch->flow = this;
   }
-  void FailAtAwait(int call) { failing_ = call; }
-  void FailAtDecide() { fails_decide_ = true; }
 
-  absl::Status AwaitRows(int64_t row_end) override {
-    EXPECT_GE(row_end, awaited_);
-    if (++awaits_ == failing_) return absl::CancelledError("the rows stay away");
-    if (hidden_ != nullptr && row_end > awaited_) {
-      CheckCuda(cudaMemcpy(static_cast<char*>(hidden_) + awaited_ * kRowBytes,
-                           reinterpret_cast<const char*>(Hidden().data()) + awaited_ * kRowBytes,
-                           static_cast<size_t>((row_end - awaited_) * kRowBytes), cudaMemcpyDefault),
-                "rows that arrive");
-      CheckCuda(cudaStreamSynchronize(nullptr), "rows that arrive");  // pageable memory: it may return earlier
-    }
-    awaited_ = std::max(awaited_, row_end);
+ protected:
+  absl::Status Arrive(int64_t row_start, int64_t row_end) override {
+    const size_t bytes = static_cast<size_t>((row_end - row_start) * kRowBytes);
+    const auto* rows = reinterpret_cast<const char*>(Hidden().data());
+    CheckCuda(cudaMemcpy(hidden_ + row_start * kRowBytes, rows + row_start * kRowBytes, bytes, cudaMemcpyDefault),
+              "rows that arrive");
+    CheckCuda(cudaStreamSynchronize(nullptr), "rows that arrive");  // pageable memory: it may return earlier
     return absl::OkStatus();
   }
-  absl::Status Decide(const DigestBuilder* rows) override {
-    EXPECT_EQ(awaited_, kRows);
-    ++decided_;
-    if (rows != nullptr) digest_ = rows->Finish("header");
-    return fails_decide_ ? absl::AbortedError("decided otherwise") : absl::OkStatus();
-  }
-  // On a thread of the driver's, which must not call CUDA.
-  void GradHiddenReady(int64_t row_end) override {
-    const auto* bytes = static_cast<const uint8_t*>(grad_hidden_);
-    EXPECT_GT(row_end, ready_);
-    seen_.insert(seen_.end(), bytes + ready_ * kRowBytes, bytes + row_end * kRowBytes);
-    ready_ = row_end;
-    ++notes_;
-  }
-
-  void ExpectSeen(const Result& result) const {
-    EXPECT_EQ(ready_, kRows);
-    ASSERT_EQ(static_cast<int64_t>(seen_.size()), kBytes);
-    EXPECT_EQ(std::memcmp(seen_.data(), result.grad_hidden.data(), seen_.size()), 0) << "rows changed after they were final";
-  }
-  int awaits() const { return awaits_; }
-  int decided() const { return decided_; }
-  int notes() const { return notes_; }
-  const std::optional<Digest>& digest() const { return digest_; }
 
  private:
-  void* const hidden_;
-  const void* const grad_hidden_;
-  int failing_ = 0;
-  bool fails_decide_ = false;
-  int64_t awaited_ = 0;
-  int awaits_ = 0;
-  int decided_ = 0;
-  int64_t ready_ = 0;
-  int notes_ = 0;
-  std::vector<uint8_t> seen_;
-  std::optional<Digest> digest_;
+  char* const hidden_;
 };
 
 // The use of the gradients.
 enum class Use { kAdded, kCommitted, kNothingEveryOther };
+
+// The rows of six micro-batches, made before any of them is computed: making them waits for the device.
+const std::vector<std::vector<uint16_t>>& SixHidden() {
+  static const std::vector<std::vector<uint16_t>> all = [] {
+    std::vector<std::vector<uint16_t>> made;
+    const Buffer rows(BufferKind::kDevice, kBytes);
+    for (uint64_t i = 0; i < 6; ++i) {
+      CheckCuda(FillNormal(rows.as<uint16_t>(), kBytes / 2, 100 + i, 1), "FillNormal");
+      made.push_back(OnHost(rows));
+    }
+    return made;
+  }();
+  return all;
+}
 
 // Six micro-batches; `waits`: the device is idle before the next one.
 std::vector<Result> RunSix(FlowEngine& engine, Use use, bool waits) {
@@ -236,8 +199,7 @@ std::vector<Result> RunSix(FlowEngine& engine, Use use, bool waits) {
   std::vector<Result> results;
   CheckStatus(engine.head().ZeroGradient(), "ZeroGradient");
   for (uint32_t i = 0; i < 6; ++i) {
-    const std::vector<uint16_t> rows = Values(kRows * kWidth, 100 + i, 1);
-    std::memcpy(hidden.as<void>(), rows.data(), static_cast<size_t>(kBytes));
+    std::memcpy(hidden.as<void>(), SixHidden()[i].data(), static_cast<size_t>(kBytes));
     MicroBatch micro_batch = engine.Make(hidden.as<void>(), MemorySpace::kHost, grad_hidden.as<void>(), MemorySpace::kHost);
     // So few lie elsewhere in the workspace, and are kept as rows where that is asked for.
     if (i % 3 == 2) engine.Shorten(&micro_batch, 900);
@@ -252,7 +214,7 @@ std::vector<Result> RunSix(FlowEngine& engine, Use use, bool waits) {
     if (use == Use::kCommitted) CheckStatus(computed->staged->Commit(0.5 + i), "Commit");
     Result& result = results.emplace_back();
     result.sums = computed->terms[0];
-    result.grad_hidden.resize(static_cast<size_t>(kRows * kWidth));
+    result.grad_hidden.resize(static_cast<size_t>(kBytes / 2));
     std::memcpy(result.grad_hidden.data(), grad_hidden.as<void>(), static_cast<size_t>(kBytes));
     if (waits) result.grad_weight = engine.ReadGradient();
   }
@@ -292,11 +254,7 @@ TEST(CudaRowFlowPlaces, OtherHeadsDoNotAffectDeterministicBits) {
   FlowEngine engine(EngineOptions{.deterministic = true}, (64 + 24) << 20);
   const Result expected = engine.Reference();
   const int64_t planned = engine.engine().planned_bytes();
-  const HeadSpec spec = {.vocab_size = 30 * kVocab,
-                         .hidden_size = 8,
-                         .data_type = DataType::kBFloat16,
-                         .transform = {.valid_vocab_size = 30 * kVocab}};
-  std::unique_ptr<EngineHead> other = MakeHeadOn(engine.engine(), spec);
+  std::unique_ptr<EngineHead> other = MakeHeadOn(engine.engine(), BFloat16Head({"", 0, 8, 30 * kShape.vocab}, /*trainable=*/false));
   EXPECT_GT(engine.engine().planned_bytes(), planned + 2 * (int64_t{24} << 20)) << "its workspace is no larger";
   for (const char* when : {"beside a larger head", "after it"}) {
     SCOPED_TRACE(when);
@@ -363,13 +321,10 @@ TEST_P(CudaRowFlow, PageLockedRowsComeSliceBySlice) {
   CheckStatus(grad_hidden.status(), "AllocateHostMemory");
   MicroBatch micro_batch = engine.Make((*hidden)->data(), MemorySpace::kHost, (*grad_hidden)->data(), MemorySpace::kHost);
   for (const bool digest_rows : {false, true}) {
-    ArrivingRows flow((*hidden)->data(), (*grad_hidden)->data());
-    micro_batch.flow = &flow;
+    ArrivingRows flow(&micro_batch);
     micro_batch.digest_rows = digest_rows;
-    const Result result = engine.Compute(micro_batch);
-    ExpectSame(result, expected);
-    flow.ExpectSeen(result);
-    EXPECT_EQ(flow.decided(), 1);
+    ExpectSame(engine.Compute(micro_batch), expected);
+    flow.ExpectComplete();
     EXPECT_EQ(flow.digest().has_value(), digest_rows);
     if (digest_rows) {
       EXPECT_EQ(DigestToHex(*flow.digest()), DigestToHex(ExpectedDigest()));
@@ -381,8 +336,7 @@ TEST_P(CudaRowFlow, PageLockedRowsComeSliceBySlice) {
     }
   }
   // Without a flow, and with the bits of one.
-  ArrivingRows flow((*hidden)->data(), (*grad_hidden)->data());
-  micro_batch.flow = &flow;
+  ArrivingRows flow(&micro_batch);
   micro_batch.digest_rows = false;
   const Result flowing = engine.Compute(micro_batch);
   micro_batch.flow = nullptr;
@@ -398,21 +352,16 @@ TEST_P(CudaRowFlow, AddsNothingIfTheCallerEndsIt) {
   int awaits = 1;
   for (int call = 0; call <= awaits; ++call) {
     SCOPED_TRACE(call);
-    ArrivingRows flow(hidden.as<void>(), grad_hidden.as<void>());
-    if (call == 0) {
-      flow.FailAtDecide();
-    } else {
-      flow.FailAtAwait(call);
-    }
-    micro_batch.flow = &flow;
+    ArrivingRows flow(&micro_batch);
+    if (call == 0) flow.FailAtDecide();
+    flow.FailAtAwait(call);
     const absl::Status status = engine.engine().Compute(micro_batch).status();
     EXPECT_EQ(status.code(), call == 0 ? absl::StatusCode::kAborted : absl::StatusCode::kCancelled) << status;
     EXPECT_TRUE(engine.ReadGradient() == expected.grad_weight);
     if (call == 0) awaits = flow.awaits();
   }
   EXPECT_TRUE(engine.engine().health().ok());
-  ArrivingRows flow(hidden.as<void>(), grad_hidden.as<void>());
-  micro_batch.flow = &flow;
+  ArrivingRows flow(&micro_batch);
   ExpectSame(engine.Compute(micro_batch), expected);
 }
 
@@ -436,14 +385,12 @@ TEST_P(CudaRowFlow, RowsOfAnyDevice) {
       std::memset(pinned.as<void>(), 0xFF, kBytes);
       MicroBatch micro_batch =
           engine.Make(hidden.as<void>(), MemorySpace::kDevice, out, to_host ? MemorySpace::kHost : MemorySpace::kDevice);
-      ArrivingRows flow(hidden.as<void>(), out);
-      micro_batch.flow = &flow;
+      ArrivingRows flow(&micro_batch);
       micro_batch.digest_rows = true;
-      const Result result = engine.Compute(micro_batch);
-      ExpectSame(result, expected);
+      ExpectSame(engine.Compute(micro_batch), expected);
       EXPECT_EQ(DigestToHex(*flow.digest()), DigestToHex(ExpectedDigest()));
       if (to_host) {
-        flow.ExpectSeen(result);
+        flow.ExpectComplete();
       } else {
         EXPECT_EQ(flow.notes(), 0);
       }
@@ -475,10 +422,9 @@ TEST_P(CudaRowFlow, MismatchedMemorySpacesAreRefused) {
 // Sums of rows are taken while something is computed, and are none the worse for it.
 TEST_P(CudaRowFlow, DigestsBesideComputations) {
   FlowEngine engine = MakeEngine();
-  const Buffer hidden(BufferKind::kDevice, kBytes);
   const Buffer grad_hidden(BufferKind::kDevice, kBytes);
-  CopyMemory(hidden.as<void>(), Hidden().data(), kBytes);
-  const MicroBatch micro_batch = engine.Make(hidden.as<void>(), MemorySpace::kDevice, grad_hidden.as<void>(), MemorySpace::kDevice);
+  const MicroBatch micro_batch =
+      engine.Make(Problem().hidden.as<void>(), MemorySpace::kDevice, grad_hidden.as<void>(), MemorySpace::kDevice);
   const std::string expected = DigestToHex(ExpectedDigest());
   std::thread computing([&] {
     for (int round = 0; round < 20; ++round) EXPECT_TRUE(engine.engine().Compute(micro_batch).ok());
@@ -554,7 +500,10 @@ class Child {
   }
   ~Child() {
     close(to_);  // it ends by that at the latest
-    if (process_ > 0) End(SIGKILL);
+    if (process_ > 0) {
+      kill(process_, SIGKILL);
+      waitpid(process_, nullptr, 0);
+    }
     close(from_);
   }
 
@@ -571,9 +520,8 @@ class Child {
     ReadAll(from_, digest.data(), digest.size());
     return digest;
   }
-  // Its exit status after the signal, or after it has ended by itself (0).
-  int End(int signal) {
-    if (signal != 0) kill(process_, signal);
+  // Its exit status, after it has ended by itself.
+  int End() {
     int status = 0;
     waitpid(process_, &status, 0);
     process_ = 0;
@@ -647,23 +595,8 @@ TEST(OtherProcess, ItsMemoryIsReadAndWrittenInPlace) {
     gradient.AddRows(0, 0, kRows, kRowBytes, result.grad_hidden.data());
     EXPECT_EQ(DigestToHex(child.ReadDigest()), DigestToHex(gradient.Finish("")));
   }
-  EXPECT_EQ(child.End(0), 0);
-  EXPECT_TRUE(engine.engine().health().ok());
-}
-
-// A region whose process has died is given back, its handle refused, and everything else continues.
-TEST(OtherProcess, DeathIsSurvived) {
-  FlowEngine engine;
-  const Result expected = engine.Reference();
-  Handles handles;
-  {
-    Child child;
-    handles = child.ReadHandles();
-    ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceRegion> region, engine.engine().OpenDeviceMemory(handles.memory, kBytes));
-    EXPECT_NE(child.End(SIGKILL), 0);
-  }
-  const absl::Status stale = engine.engine().OpenDeviceMemory(handles.memory, kBytes).status();
-  EXPECT_REASON(stale, kInvalidField);
+  EXPECT_EQ(child.End(), 0);
+  EXPECT_REASON(engine.engine().OpenDeviceMemory(handles.memory, kBytes), kInvalidField) << "of a process that has ended";
   EXPECT_TRUE(engine.engine().health().ok());
   ExpectSame(engine.Reference(), expected);
 }
