@@ -34,16 +34,6 @@ TEST(Hostile, ConfidentRowsKeepTheirDigits) {
   }
 }
 
-// All rows confident: the loss and the gradient are nothing but the small remainders.
-TEST(Hostile, AllRowsConfident) {
-  for (const int32_t shard_count : {1, 3}) {
-    const Problem problem = MakeConfidentProblem({17, 18, 19, 20, 21, 22, 23, 24, 25, 26}, DataType::kFloat32);
-    const Outcome outcome = ExpectEngineMatches(problem, {.shard_count = shard_count});
-    EXPECT_GT(outcome.terms[0].sums.loss_sum, 0);
-    for (const float loss : outcome.terms[0].token_loss) EXPECT_GT(loss, 0.0f);
-  }
-}
-
 TEST(Hostile, LogitsUpTo600) {
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
     SCOPED_TRACE(DataTypeName(type));
@@ -53,24 +43,6 @@ TEST(Hostile, LogitsUpTo600) {
     EXPECT_GE(*std::max_element(largest.begin(), largest.end()), 550);
     ExpectOutcomeMatches(problem, expected, RunOnce(problem));
   }
-}
-
-// tanh is 1 to the last bit for most logits: the derivative must not be 1 - tanh^2.
-TEST(Hostile, SaturatedSoftcap) { ExpectEngineMatches(MakeProblem({.softcap = 3, .logit_spread = 20})); }
-
-TEST(Hostile, LargeCommonOffset) {
-  Problem problem = MakeProblem({.bias = true});
-  for (double& value : problem.heads[0].bias) value -= 256;
-  RoundToStorage(&problem);
-  ExpectEngineMatches(problem);
-}
-
-TEST(Hostile, EqualLogits) {
-  ProblemOptions options;
-  Problem problem = MakeProblem(options);
-  std::fill(problem.heads[0].weight.begin(), problem.heads[0].weight.end(), 0.0);
-  const Outcome outcome = ExpectEngineMatches(problem);
-  for (const int32_t column : outcome.terms[0].argmax) EXPECT_LE(column, 0);  // the smallest id among equals, or -1
 }
 
 // A single shard holds every row's target, or none of them.

@@ -1,7 +1,6 @@
 // The generalized Jensen-Shannon divergence: betas x temperatures x hard loss x hidden sizes x vocabularies, against fp64.
 #include <algorithm>
 #include <cmath>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -41,10 +40,9 @@ TEST_P(JsdBeta, MatchesFp64WithEveryOption) {
     for (const double hard_loss_weight : {0.0, 0.3, 1.0}) {
       for (const int64_t teacher_hidden_size : {16, 29}) {
         for (const int64_t teacher_vocab_size : {0, 61, 80}) {  // the same, shorter and longer than the student's
-          std::ostringstream trace;
-          trace << "temperatures " << student_temperature << ", " << teacher_temperature << "; hard " << hard_loss_weight
-                << "; teacher hidden " << teacher_hidden_size << ", vocab " << teacher_vocab_size;
-          SCOPED_TRACE(trace.str());
+          SCOPED_TRACE(::testing::Message() << "temperatures " << student_temperature << ", " << teacher_temperature << "; hard "
+                                            << hard_loss_weight << "; teacher hidden " << teacher_hidden_size << ", vocab "
+                                            << teacher_vocab_size);
           ExpectEngineMatches(MakeProblem(Small(GetParam(), {.token_weights = teacher_hidden_size == 29,
                                                              .class_weights = hard_loss_weight > 0,
                                                              .label_smoothing = hard_loss_weight > 0 ? 0.1 : 0.0,
@@ -76,9 +74,8 @@ TEST(JsdAlone, MatchesFp64WithoutTokenOutputs) {
     for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
       for (const bool transforms : {false, true}) {
         for (const int64_t vocab_size : {67, 1003}) {
-          std::ostringstream trace;
-          trace << "beta " << beta << ", " << DataTypeName(type) << ", vocab " << vocab_size << (transforms ? ", transforms" : "");
-          SCOPED_TRACE(trace.str());
+          SCOPED_TRACE(::testing::Message() << "beta " << beta << ", " << DataTypeName(type) << ", vocab " << vocab_size
+                                            << (transforms ? ", transforms" : ""));
           ProblemOptions options = Small(beta, {.bias = transforms, .token_weights = transforms, .student_temperature = 1.5});
           options.softcap = transforms ? 8 : 0;
           options.vocab_size = vocab_size;

@@ -159,23 +159,6 @@ TEST(ManyRowsTest, NonFiniteRowsAreCountedAndStayAlone) {
   }
 }
 
-TEST(ManyRowsTest, EveryConfigurationRepeatsBitwise) {
-  const Problem problem = MakeProblem(Plain());
-  for (const int32_t shard_count : {1, 3}) {
-    for (const int64_t token_chunk_rows : {0, 300}) {
-      SCOPED_TRACE("shards " + std::to_string(shard_count) + ", chunk " + std::to_string(token_chunk_rows));
-      const EngineOptions engine_options = {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows};
-      LoadedHeads heads(problem.heads, engine_options);
-      const Outcome first = heads.Compute(problem, TrainingStep());
-      for (int round = 0; round < 3; ++round) {
-        heads.ZeroGradients();
-        EXPECT_TRUE(first.BitwiseEquals(heads.Compute(problem, TrainingStep()))) << "on the same engine";
-      }
-      EXPECT_TRUE(first.BitwiseEquals(RunOnce(problem, engine_options, TrainingStep()))) << "on a new engine";
-    }
-  }
-}
-
 // Kept beside the accumulator, whether a slot has room for the rows (a large head) or for products only.
 TEST(ManyRowsTest, AreStagedAndCommitted) {
   for (const bool is_large : {false, true}) {
@@ -242,23 +225,6 @@ TEST(ManyRowsTest, MoreThanHaveLogitsAtOnce) {
       }
     }
   }
-}
-
-// Small micro-batches before and after a large one, on one accumulator.
-TEST(ManyRowsTest, LargeAndSmallMicroBatchesMix) {
-  const Problem problem = MakeProblem(Plain());
-  const PlainResult plain = ComputePlain(problem);
-  const Expected expected = ComputeExpected(problem);
-  LoadedHeads heads(problem.heads, {});
-  for (const auto& [start, count] : std::vector<std::pair<int64_t, int64_t>>{{0, 40}, {40, 17}, {57, 300}, {357, 1}, {358, 32}}) {
-    const PreparedMicroBatch prepared(SliceRows(problem, start, count), heads.pointers(), TrainingStep());
-    const absl::StatusOr<MicroBatchResult> result = heads.engine().Compute(prepared.micro_batch);
-    ASSERT_TRUE(result.ok()) << result.status();
-    prepared.ExpectGuardsAndInputsIntact();
-  }
-  const Gradient gradient = heads.ReadGradient(0);
-  ExpectTensorNear("grad_weight", ToDoubles(gradient.weight), expected.gradient(0).weight, &plain.grad_weight[0],
-                   SuiteGradWeightFactor());
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // Modes of computation: forward only, frozen heads, single gradients; calls on different heads at once.
+#include <string>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -12,21 +13,17 @@ ProblemOptions Options(bool jsd) { return {.bias = true, .jsd = jsd, .hard_loss_
 
 class Mode : public ::testing::TestWithParam<bool> {};
 
-TEST_P(Mode, ForwardOnly) {
-  ComputeOptions options = {.backward = false, .grad_hidden = false, .grad_weight = GradWeightMode::kNone};
-  ExpectEngineMatches(MakeProblem(Options(GetParam())), {}, options);
-  options.token_outputs = false;
-  ExpectEngineMatches(MakeProblem(Options(GetParam())), {}, options);
-}
-
-TEST_P(Mode, GradHiddenOnly) {
-  const ComputeOptions options = {.grad_weight = GradWeightMode::kNone};
-  ExpectEngineMatches(MakeProblem(Options(GetParam())), {}, options);
-}
-
-TEST_P(Mode, GradWeightOnly) {
-  const ComputeOptions options = {.grad_hidden = false};
-  ExpectEngineMatches(MakeProblem(Options(GetParam())), {}, options);
+TEST_P(Mode, OnePartAlone) {
+  constexpr GradWeightMode kNone = GradWeightMode::kNone;
+  const Problem problem = MakeProblem(Options(GetParam()));
+  for (const ComputeOptions& options :
+       {ComputeOptions{.backward = false, .grad_hidden = false, .grad_weight = kNone},
+        ComputeOptions{.backward = false, .grad_hidden = false, .token_outputs = false, .grad_weight = kNone},
+        ComputeOptions{.grad_weight = kNone}, ComputeOptions{.grad_hidden = false}}) {
+    SCOPED_TRACE(std::string(options.backward ? "backward" : "forward") + (options.grad_hidden ? ", grad_hidden" : "") +
+                 (options.token_outputs ? ", outputs" : ""));
+    ExpectEngineMatches(problem, {}, options);
+  }
 }
 
 // A frozen head has no accumulator at all, whatever the mode.

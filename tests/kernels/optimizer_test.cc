@@ -108,6 +108,7 @@ TEST_P(Optimizer, FollowsFp64OverManySteps) {
       expected.Update(Step(update), grad_weight, grad_bias);
       ExpectGradientZero(heads.ReadGradient(0));
     }
+    // Masters keep updates far below bf16's spacing.
     EXPECT_LE(RelativeError(ReadTensorValues(head, HeadTensor::kMasterWeight), expected.weight().value), 1e-6);
     EXPECT_LE(RelativeError(ReadTensorValues(head, HeadTensor::kMasterBias), expected.bias().value), 1e-6);
     const auto* sgd = std::get_if<SgdSpec>(&GetParam().spec);
@@ -131,21 +132,6 @@ TEST_P(Optimizer, FollowsFp64OverManySteps) {
       EXPECT_EQ(ReadTensorValues(head, stored), rounded) << HeadTensorName(stored);
     }
   }
-}
-
-// Updates far below bf16's spacing add up in the masters.
-TEST_P(Optimizer, SmallUpdatesAreNotLost) {
-  LoadedHeads heads(problem_.heads, {});
-  EngineHead& head = heads.head(0);
-  const std::vector<double> before = ReadTensorValues(head, HeadTensor::kMasterWeight);
-  OptimizerStep step = Step(1);
-  step.learning_rate = 1e-6;
-  for (step.update_count = 1; step.update_count <= 10; ++step.update_count) {
-    WriteTensorValues(head, HeadTensor::kGradWeight, std::vector<double>(static_cast<size_t>(kVocab * kHidden), 1.0));
-    ASSERT_TRUE(head.ApplyOptimizer(step).ok());
-  }
-  const std::vector<double> after = ReadTensorValues(head, HeadTensor::kMasterWeight);
-  for (size_t i = 0; i < before.size(); ++i) EXPECT_NE(after[i], before[i]) << i;
 }
 
 TEST_P(Optimizer, ResettingTheStateStartsOver) {

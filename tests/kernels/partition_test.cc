@@ -44,22 +44,6 @@ TEST_P(Partition, AnyNumberOfShardsAgrees) {
   }
 }
 
-TEST_P(Partition, ShardsCoverTheVocabularyInOrder) {
-  const Problem problem = MakeProblem(GetParam());
-  LoadedHeads heads(problem.heads, EngineOptions{.shard_count = 3, .shard_weights = {9, 1, 4}});
-  const absl::Span<const VocabShard> shards = heads.head(0).shards();
-  ASSERT_EQ(shards.size(), 3u);
-  int64_t end = 0;
-  for (const VocabShard& shard : shards) {
-    EXPECT_EQ(shard.vocab_start, end);
-    EXPECT_GT(shard.vocab_end, shard.vocab_start);
-    EXPECT_FALSE(shard.device.empty());
-    end = shard.vocab_end;
-  }
-  EXPECT_EQ(end, GetParam().vocab_size);
-  EXPECT_GT(shards[0].vocab_end - shards[0].vocab_start, 5 * (shards[1].vocab_end - shards[1].vocab_start));
-}
-
 TEST_P(Partition, AnyChunkAgrees) {
   const Problem problem = MakeProblem(GetParam());
   const Expected expected = ComputeExpected(problem);
@@ -93,20 +77,32 @@ TEST_P(Partition, MicroBatchesEqualOneBatch) {
   EXPECT_LE(std::abs(loss_sum - expected_sum), kLossSumBound * std::abs(expected_sum));
 }
 
+void ExpectRepeats(const Problem& problem, const EngineOptions& engine_options, const ComputeOptions& options = {}) {
+  SCOPED_TRACE("shards " + std::to_string(engine_options.shard_count) + ", chunk " +
+               std::to_string(engine_options.token_chunk_rows));
+  LoadedHeads heads(problem.heads, engine_options);
+  const Outcome first = heads.Compute(problem, options);
+  heads.ZeroGradients();
+  EXPECT_TRUE(first.BitwiseEquals(heads.Compute(problem, options))) << "on the same engine";
+  EXPECT_TRUE(first.BitwiseEquals(RunOnce(problem, engine_options, options))) << "on a new engine";
+}
+
 TEST_P(Partition, EveryConfigurationRepeatsBitwise) {
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
+    SCOPED_TRACE(DataTypeName(type));
     const Problem problem = MakeProblem(WithType(GetParam(), type));
     for (const int32_t shard_count : {1, 2, 3, 7}) {
       for (const int64_t token_chunk_rows : {0, 1, 17}) {
-        SCOPED_TRACE(std::string(DataTypeName(type)) + ", shards " + std::to_string(shard_count) + ", chunk " +
-                     std::to_string(token_chunk_rows));
-        const EngineOptions engine_options = {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows};
-        LoadedHeads heads(problem.heads, engine_options);
-        const Outcome first = heads.Compute(problem);
-        heads.ZeroGradients();
-        EXPECT_TRUE(first.BitwiseEquals(heads.Compute(problem))) << "on the same engine";
-        EXPECT_TRUE(first.BitwiseEquals(RunOnce(problem, engine_options))) << "on a new engine";
+        ExpectRepeats(problem, {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows});
       }
+    }
+  }
+  // The form of large training steps.
+  const Problem many = MakeProblem(
+      WithType({.rows = 390, .vocab_size = 301, .hidden_size = 52, .bias = true, .jsd = GetParam().jsd}, DataType::kBFloat16));
+  for (const int32_t shard_count : {1, 3}) {
+    for (const int64_t token_chunk_rows : {0, 300}) {
+      ExpectRepeats(many, {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows}, {.token_outputs = false});
     }
   }
 }

@@ -40,7 +40,9 @@ Problem SeveralTerms(int32_t staging_slots) {
 
 TEST(SeveralTerms, OverlappingRangesAreSummed) {
   for (const int32_t shard_count : {1, 3}) {
-    ExpectEngineMatches(SeveralTerms(0), {.shard_count = shard_count});
+    for (const int64_t token_chunk_rows : {0, 1, 3}) {
+      ExpectEngineMatches(SeveralTerms(0), {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows});
+    }
   }
 }
 
@@ -72,11 +74,6 @@ TEST(SeveralTerms, AreStagedAndCommittedTogether) {
   ExpectGradientZero(heads.ReadGradient(2));
   EXPECT_EQ(heads.head(0).FreeStagingSlots(), 2);
   EXPECT_EQ(heads.head(2).FreeStagingSlots(), 2);
-}
-
-TEST(SeveralTerms, RepeatBitwise) {
-  const Problem problem = SeveralTerms(0);
-  EXPECT_TRUE(RunOnce(problem).BitwiseEquals(RunOnce(problem)));
 }
 
 // Heads over the same rows, each with targets of its own: the k-th looks k tokens further, and has none for the last k rows.

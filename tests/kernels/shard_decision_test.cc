@@ -182,32 +182,5 @@ TEST_P(ShardDecision, StagingThatFailsLeavesNoSlotTaken) {
 INSTANTIATE_TEST_SUITE_P(Shards, ShardDecision, ::testing::Values(1, 3, 7),
                          [](const auto& test) { return std::to_string(test.param); });
 
-// The products of a micro-batch that adds in place begin only when every shard is ready: none acts before all have prepared.
-TEST(ShardDecisionOrder, NoShardActsBeforeAllAreReady) {
-  for (const int32_t shard_count : {1, 3, 7}) {
-    std::atomic<int32_t> prepared{0};
-    std::atomic<int32_t> acted{0};
-    EngineOptions options = {.shard_count = shard_count};
-    options.shard_probe = [&](ShardPhase phase, int32_t) {
-      if (phase == ShardPhase::kPrepare) {
-        ++prepared;
-      } else {
-        ++acted;
-        EXPECT_EQ(prepared % shard_count, 0) << "a shard acts while another prepares";
-      }
-      return absl::OkStatus();
-    };
-    Problem problem = MakeProblem(Options(3));
-    LoadedHeads heads(problem.heads, options);
-    for (int round = 0; round < 20; ++round) {
-      prepared = 0;
-      acted = 0;
-      heads.Compute(problem);
-      EXPECT_EQ(prepared, shard_count);
-      EXPECT_EQ(acted, shard_count);
-    }
-  }
-}
-
 }  // namespace
 }  // namespace headwater::testing
