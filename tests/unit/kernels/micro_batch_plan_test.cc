@@ -108,6 +108,17 @@ TEST_F(MicroBatchPlanTest, ChunksAreEvenUpToTheGrain) {
   EXPECT_EQ(sizes({300, 1, true}), Rows({300, 300, 300, 100}));
 }
 
+TEST_F(MicroBatchPlanTest, IgnoredRowsLeaveGaps) {
+  AddTerm(2, {5, kIgnored, 7, 8, kIgnored});
+  const MicroBatchPlan plan = Plan(8, {100, 1, false});
+  ExpectConsistent(plan);
+  ASSERT_EQ(plan.chunks.size(), 1u);
+  EXPECT_EQ(plan.chunks[0].batch_rows, (std::vector<int64_t>{2, 4, 5}));
+  EXPECT_FALSE(plan.chunks[0].ContiguousInBatch());
+  EXPECT_TRUE(plan.chunks[0].terms[0].ContiguousInChunk());
+  EXPECT_FALSE(plan.chunks[0].terms[0].ContiguousInBatch());
+}
+
 // Any factor gives a row a gradient; vectors of zeros ask for nothing.
 TEST_F(MicroBatchPlanTest, RowsWithAFactorAlone) {
   const std::vector<float> weights = {1, 0, 0, 0, 0};
