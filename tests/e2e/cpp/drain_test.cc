@@ -25,12 +25,6 @@ constexpr int64_t kVocabSize = 12;
 constexpr int64_t kHiddenSize = 4;
 constexpr int64_t kRows = 5;
 
-// The weights on the server.
-std::vector<float> Weights(client::Head& head) {
-  const client::TensorBuffer weight = Value(head.DownloadWeights());
-  return {weight.float32().begin(), weight.float32().end()};
-}
-
 class Drain : public HeldModule {
  protected:
   static std::vector<std::string> Flags(std::vector<std::string> more) {
@@ -65,12 +59,12 @@ TEST_F(Drain, WaitsForAnOptimizerStepThatIsBeingAppliedAndSavesIt) {
     client::Client client = Connect(undisturbed);
     client::Head head = Train(client);
     Value(Apply(head));
-    expected = Weights(head);
+    expected = Weight(head);
   }
   ServerProcess server(Flags({"--drain_checkpoint", "--drain_timeout=120s"}));
   client::Client client = Connect(server);
   client::Head head = Train(client);
-  ASSERT_NE(Weights(head), expected);
+  ASSERT_NE(Weight(head), expected);
   Hold();
   auto applying = std::async(std::launch::async, [&] { return Apply(head); });
   ASSERT_TRUE(AwaitHeld());
@@ -91,7 +85,7 @@ TEST_F(Drain, WaitsForAnOptimizerStepThatIsBeingAppliedAndSavesIt) {
   server.Start();
   client::Client later = Connect(server);
   client::Head restored = Value(later.OpenHead("h"));
-  EXPECT_EQ(Weights(restored), expected);
+  EXPECT_EQ(Weight(restored), expected);
   EXPECT_EQ(Value(restored.Take()).open_step, 1);
 }
 
@@ -99,7 +93,7 @@ TEST_F(Drain, AStepThatItDoesNotWaitForIsNotAppliedAtAll) {
   ServerProcess server(Flags({"--drain_timeout=1s"}));
   client::Client client = Connect(server);
   client::Head head = Train(client);
-  const std::vector<float> before = Weights(head);
+  const std::vector<float> before = Weight(head);
   Value(head.Save("before"));
   Hold();
   auto applying = std::async(std::launch::async, [&] { return Apply(head); });
@@ -113,7 +107,7 @@ TEST_F(Drain, AStepThatItDoesNotWaitForIsNotAppliedAtAll) {
   server.Start();
   client::Client later = Connect(server);
   client::Head restored = Value(later.OpenHead("h"));
-  EXPECT_EQ(Weights(restored), before);
+  EXPECT_EQ(Weight(restored), before);
   EXPECT_EQ(Value(restored.Take()).open_step, 0);
 }
 

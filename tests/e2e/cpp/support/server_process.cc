@@ -1,6 +1,5 @@
 #include "tests/e2e/cpp/support/server_process.h"
 
-#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
@@ -20,17 +19,6 @@ std::string FromEnvironmentOr(const char* name, const char* standard) {
   return value == nullptr ? standard : value;
 }
 
-// A group of processes with as many ranks as the flags want shards.
-void WantGroup(std::vector<std::string>* flags) {
-  int ranks = 2;
-  for (auto flag = flags->begin(); flag != flags->end();) {
-    const bool is_shards = flag->rfind("--shards=", 0) == 0;
-    if (is_shards) ranks = std::max(2, std::stoi(flag->substr(9)));
-    flag = is_shards ? flags->erase(flag) : flag + 1;
-  }
-  flags->push_back("--workers=" + std::to_string(ranks - 1));
-}
-
 size_t WorkersOf(const std::vector<std::string>& flags) {
   size_t workers = 0;
   for (const std::string& flag : flags) {
@@ -42,7 +30,6 @@ size_t WorkersOf(const std::vector<std::string>& flags) {
 }  // namespace
 
 ServerProcess::ServerProcess(std::vector<std::string> flags, bool shares_memory) : flags_(std::move(flags)) {
-  if (std::getenv("HEADWATER_TEST_GROUP") != nullptr) WantGroup(&flags_);
   workers_.resize(WorkersOf(flags_));
   if (shares_memory) flags_.push_back("--descriptor_socket=" + descriptor_socket());
   std::filesystem::create_directory(load_root());
@@ -127,6 +114,11 @@ client::Head CreateHead(client::Client client, const std::string& name, const cl
   client::Head head = Value(client.CreateHead(name, spec));
   Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
   return head;
+}
+
+std::vector<float> Weight(client::Head& head) {
+  const client::TensorBuffer weight = Value(head.DownloadWeights());
+  return {weight.float32().begin(), weight.float32().end()};
 }
 
 }  // namespace headwater::e2e

@@ -1,6 +1,5 @@
 // ServerProcess: the real headwaterd on a Unix socket in a temporary directory. HEADWATER_TEST_SERVER names another program than
-// the build's, HEADWATER_TEST_ENGINE another engine than cpu. With HEADWATER_TEST_GROUP it is a group of processes, as many as it
-// would have shards, at least two.
+// the build's, HEADWATER_TEST_ENGINE another engine than cpu.
 #ifndef HEADWATER_TESTS_E2E_CPP_SUPPORT_SERVER_PROCESS_H_
 #define HEADWATER_TESTS_E2E_CPP_SUPPORT_SERVER_PROCESS_H_
 
@@ -55,6 +54,8 @@ class ServerProcess {
 // Makes a head, and uploads its weight.
 client::Head CreateHead(client::Client client, const std::string& name, const client::HeadSpec& spec,
                         const std::vector<float>& weight);
+// The weight that it has on the server, in float32.
+std::vector<float> Weight(client::Head& head);
 
 }  // namespace headwater::e2e
 
