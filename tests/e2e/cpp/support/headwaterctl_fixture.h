@@ -5,12 +5,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "headwater/client/client.h"
 #include "tests/e2e/cpp/support/server_process.h"
@@ -51,18 +53,42 @@ inline void Expect(const ProgramResult& result, int exit_code, std::string Progr
   for (const std::string& text : texts) EXPECT_THAT(result.*stream, testing::HasSubstr(text));
 }
 
+// Whether a document has what is wanted: members of objects, elements of arrays of one length, and values. A wanted text that
+// begins with ~ is a part of the document's.
+inline bool Has(const nlohmann::json& document, const nlohmann::json& wanted) {
+  if (wanted.is_object()) {
+    for (const auto& [key, value] : wanted.items()) {
+      if (!document.is_object() || !document.contains(key) || !Has(document[key], value)) return false;
+    }
+    return true;
+  }
+  if (wanted.is_array()) {
+    return document.is_array() && std::equal(document.begin(), document.end(), wanted.begin(), wanted.end(), Has);
+  }
+  if (!wanted.is_string() || wanted.get<std::string>().rfind('~', 0) != 0) return document == wanted;
+  return document.is_string() && absl::StrContains(document.get<std::string>(), wanted.get<std::string>().substr(1));
+}
+
+// What a command that ends with `exit_code` prints, which must be JSON and have what is wanted.
+inline nlohmann::json ExpectJson(const ProgramResult& result, const nlohmann::json& wanted = nlohmann::json::object(),
+                                 int exit_code = 0) {
+  EXPECT_EQ(result.exit_code, exit_code) << result.err;
+  nlohmann::json document = nlohmann::json::parse(result.out, nullptr, false);
+  EXPECT_FALSE(document.is_discarded()) << result.out;
+  EXPECT_TRUE(Has(document, wanted)) << document << "\ninstead of " << wanted;
+  return document;
+}
+inline nlohmann::json ErrorOf(const std::string& reason) { return {{"error", {{"reason", reason}}}}; }
+
 class Headwaterctl : public testing::Test {
  protected:
   ProgramResult Run(const Arguments& arguments) const { return RunOn(server_, arguments); }
 
-  nlohmann::json RunJson(const Arguments& arguments, int exit_code = 0) const {
-    const ProgramResult result = Run(Joined(arguments, {"--json"}));
-    EXPECT_EQ(result.exit_code, exit_code) << result.err;
-    nlohmann::json document = nlohmann::json::parse(result.out, nullptr, false);
-    EXPECT_FALSE(document.is_discarded()) << result.out;
-    return document;
+  nlohmann::json ExpectJson(const Arguments& arguments, const nlohmann::json& wanted = nlohmann::json::object(),
+                            int exit_code = 0) const {
+    SCOPED_TRACE(testing::PrintToString(arguments));
+    return e2e::ExpectJson(Run(Joined(arguments, {"--json"})), wanted, exit_code);
   }
-
   // All that a command prints.
   std::string OutputOf(const Arguments& arguments, int exit_code = 0) const {
     const ProgramResult result = Run(arguments);
@@ -82,11 +108,7 @@ class Headwaterctl : public testing::Test {
   client::Head MakeHead(client::Client& client, const std::string& name, const client::HeadSpec& spec) const {
     return CreateHead(client, name, spec, weight_);
   }
-  void ExpectWeight(client::Head& head) const {
-    const client::TensorBuffer weight = Value(head.DownloadWeights());
-    ASSERT_EQ(weight.bytes(), static_cast<int64_t>(weight_.size() * 4));
-    EXPECT_EQ(std::memcmp(weight.data(), weight_.data(), weight_.size() * 4), 0);
-  }
+  void ExpectWeight(client::Head head) const { EXPECT_EQ(Weight(head), weight_); }
 
   ServerProcess server_;
   const Arguments sizes_ = {absl::StrCat("--vocab_size=", kVocabSize), absl::StrCat("--hidden_size=", kHiddenSize)};
