@@ -3,13 +3,10 @@
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <signal.h>
 
 #include <chrono>
-#include <filesystem>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "headwater/client/client.h"
@@ -146,20 +143,6 @@ TEST(CudaModule, TheEngineIsToldItsOptionsAndTellsItsDeviceAndPlan) {
   EXPECT_EQ(model("--algorithm_cache=" + file), "Fake GPU, cache " + file + ", timed");
 }
 
-TEST(CudaModule, SeveralGpusAreOneEngine) {
-  const EnvironmentVariable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
-  ServerProcess server({"--engine=cuda", "--gpus=2", "--device=3"});
-  client::Client client = server.Connect();
-  const client::ServerInfo info = Value(client.GetServerInfo());
-  EXPECT_EQ(info.engine, "cuda");
-  ASSERT_EQ(info.devices.size(), 2U);
-  EXPECT_EQ(info.devices[0].name, "cuda:3");
-  EXPECT_EQ(info.devices[1].name, "cuda:4");
-  client::Head head = MakeHead(client);
-  EXPECT_TRUE(Compute(head, 5).ok());
-  EXPECT_THAT(Refused({"--engine=cuda", "--gpus=2", "--device=6"}).err, HasSubstr("--engine=cuda: no fake GPU is visible"));
-}
-
 // What computes wrong is never SERVING: the self-test ends the process before anybody is told where it listens.
 TEST(CudaModule, AnEngineThatFailsItsSelfTestDoesNotServe) {
   const EnvironmentVariable module("HEADWATER_CUDA_MODULE", FAKE_CUDA_MODULE);
@@ -223,18 +206,6 @@ TEST(CudaModule, TheGraceIsALimit) {
     EXPECT_THAT(server.log(), HasSubstr("not every call was answered"));
     call.join();
   }
-}
-
-// The signal that wakes the main thread ends nothing when it comes from outside.
-TEST(CudaModule, TheSignalAloneEndsNothing) {
-  ServerProcess server;
-  client::Client client = server.Connect();
-  server.process().Signal(SIGUSR2);
-  std::this_thread::sleep_for(std::chrono::milliseconds(300));
-  EXPECT_TRUE(server.process().Running());
-  EXPECT_EQ(Value(client.CheckHealth()), client::HealthStatus::kServing);
-  server.process().Signal(SIGTERM);
-  EXPECT_EQ(server.process().Wait(), 0);
 }
 
 }  // namespace

@@ -64,14 +64,6 @@ class MemoryPathsTest : public ::testing::Test {
     sessions_ = v1::SessionService::NewStub(channel_);
   }
   std::string socket_path() const { return directory_.path() + "/memory.sock"; }
-  client::Head MakeHead(const std::string& name, bool trainable = true) {
-    client::HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = trainable};
-    client::Client client = server_->Connect();
-    client::Head head = Value(client.CreateHead(name, spec));
-    const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
-    Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
-    return head;
-  }
   static CallMemory HostRows(void* read, void* write) {
     CallMemory rows = {.rows = FloatsAt(read, kBytes)};
     if (write != nullptr) rows.result = FloatsAt(write, kBytes);
@@ -79,6 +71,15 @@ class MemoryPathsTest : public ::testing::Test {
   }
   absl::StatusOr<Placement> Place(const CallMemory& rows, Transport demand = Transport::kAuto) {
     return paths_->Place(rows, "", demand, SoonEnough());
+  }
+  // As the server loses the region of a placement's rows.
+  absl::Status Unregister(const Placement& placement) {
+    grpc::ClientContext context;
+    v1::UnregisterSharedMemoryRequest request;
+    request.set_session_id(placement.session_id());
+    request.set_region_id(placement.reads()[0].shared.region_id());
+    v1::UnregisterSharedMemoryResponse response;
+    return client::internal::FromGrpcStatus(sessions_->UnregisterSharedMemory(&context, request, &response), "");
   }
 
   TemporaryDirectory directory_;
@@ -127,7 +128,9 @@ TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
   EXPECT_NE(placement.session_id(), session);
   EXPECT_NE(placement.reads()[0].shared.region_id(), region);
   EXPECT_EQ(placement.reads()[0].shared.offset_bytes(), offset);
-  const client::Head head = MakeHead("h");
+  const client::Head head =
+      CreateHead(server_->Connect(), "h", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true},
+                 RandomFloats(1, kVocabSize * kHiddenSize, 0.3F));
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, RandomTargets(3, kRows, kVocabSize));
   SetPlacement(placement, &header);
   EXPECT_TRUE(Call(*loss_, header).status.ok());
@@ -138,17 +141,13 @@ TEST_F(MemoryPathsTest, ARegionThatTheServerLostIsRegisteredAgain) {
   Start();
   const RowMemory rows = Value(paths_->AllocateRows(kBytes));
   Placement placement = Value(Place(HostRows(rows.data, nullptr)));
-  grpc::ClientContext context;
-  v1::UnregisterSharedMemoryRequest request;
-  request.set_session_id(placement.session_id());
-  request.set_region_id(placement.reads()[0].shared.region_id());
-  v1::UnregisterSharedMemoryResponse response;
-  ASSERT_TRUE(sessions_->UnregisterSharedMemory(&context, request, &response).ok());
+  const std::string session = placement.session_id(), region = placement.reads()[0].shared.region_id();
+  ASSERT_TRUE(Unregister(placement).ok());
   Placement another = Value(Place(HostRows(rows.data, nullptr)));
-  EXPECT_EQ(another.reads()[0].shared.region_id(), request.region_id());  // it does not know yet
+  EXPECT_EQ(another.reads()[0].shared.region_id(), region);  // it does not know yet
   ASSERT_TRUE(placement.Renew("", SoonEnough()).ok());
-  EXPECT_EQ(placement.session_id(), request.session_id());
-  EXPECT_NE(placement.reads()[0].shared.region_id(), request.region_id());
+  EXPECT_EQ(placement.session_id(), session);
+  EXPECT_NE(placement.reads()[0].shared.region_id(), region);
   // Once, whoever finds out.
   ASSERT_TRUE(another.Renew(placement.session_id(), SoonEnough()).ok());
   EXPECT_EQ(another.reads()[0].shared.region_id(), placement.reads()[0].shared.region_id());
@@ -208,13 +207,7 @@ TEST_F(MemoryPathsTest, WhatWasAbandonedIsNotUsedAgain) {
   const RowMemory rows = Value(paths_->AllocateRows(kBytes));
   Placement placement = Value(Place(HostRows(rows.data, nullptr)));
   placement.Abandon();
-  grpc::ClientContext context;
-  v1::UnregisterSharedMemoryRequest request;
-  request.set_session_id(placement.session_id());
-  request.set_region_id(placement.reads()[0].shared.region_id());
-  v1::UnregisterSharedMemoryResponse response;
-  const grpc::Status gone = sessions_->UnregisterSharedMemory(&context, request, &response);
-  EXPECT_EQ(ErrorReason(client::internal::FromGrpcStatus(gone, "")), "REGION_NOT_FOUND");
+  EXPECT_EQ(ErrorReason(Unregister(placement)), "REGION_NOT_FOUND");
   EXPECT_TRUE(Place(HostRows(rows.data, nullptr)).ok());  // and registers it again when it is needed
 }
 

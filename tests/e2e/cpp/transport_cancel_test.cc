@@ -9,17 +9,15 @@
 #include <filesystem>
 #include <future>
 #include <memory>
-#include <optional>
 #include <stop_token>
 #include <string>
 #include <system_error>
 #include <thread>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "client/core/link/channel.h"
 #include "client/core/rows/memory/memory_paths.h"
-#include "headwater/client/client.h"
 #include "headwater/client/error.h"
 #include "tests/e2e/cpp/support/server_process.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
@@ -27,11 +25,7 @@
 namespace headwater::e2e {
 namespace {
 
-using client::Client;
 using client::ErrorReason;
-using client::Future;
-using client::Head;
-using client::LossResult;
 using client::Transport;
 using client::internal::CallMemory;
 using client::internal::MakeChannel;
@@ -111,17 +105,13 @@ class PlacementCancel : public testing::Test {
   std::shared_ptr<MemoryPaths> paths_;
 };
 
+// The second parameter: by its deadline, and not by being cancelled.
 enum class Step { kAsking, kOpeningASession, kPassingADescriptor, kRegistering };
 
-struct GivenUp {
-  Step step;
-  bool by_deadline;
-};
-
-class PlacementGivenUp : public PlacementCancel, public testing::WithParamInterface<GivenUp> {};
+class PlacementGivenUp : public PlacementCancel, public testing::WithParamInterface<std::tuple<Step, bool>> {};
 
 TEST_P(PlacementGivenUp, EndsAtOnceAndSpoilsNothing) {
-  const Step step = GetParam().step;
+  const auto [step, by_deadline] = GetParam();
   Start(step == Step::kRegistering);
   std::vector<char> memory(kManyBytes, 1);
   if (step == Step::kOpeningASession) {
@@ -137,16 +127,16 @@ TEST_P(PlacementGivenUp, EndsAtOnceAndSpoilsNothing) {
     const Frozen frozen(*server_);
     for (int round = 0; round < 3; ++round) {
       std::stop_source cancel;
-      const Wait wait = GetParam().by_deadline ? Until(std::chrono::milliseconds(300)) : Until(kNever, cancel);
+      const Wait wait = by_deadline ? Until(std::chrono::milliseconds(300)) : Until(kNever, cancel);
       placed = std::async(std::launch::async, [this, &rows, wait] { return Place(rows, wait).status(); });
       // Mostly in the middle of the step, but at any time it is the same.
-      if (!GetParam().by_deadline) {
+      if (!by_deadline) {
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         EXPECT_TRUE(UnderWay(placed));
         cancel.request_stop();
       }
       ASSERT_TRUE(EndsSoon(placed));
-      EXPECT_EQ(ErrorReason(placed.get()), GetParam().by_deadline ? "DEADLINE_EXCEEDED" : "CANCELLED");
+      EXPECT_EQ(ErrorReason(placed.get()), by_deadline ? "DEADLINE_EXCEEDED" : "CANCELLED");
     }
   }
   absl::StatusOr<Placement> placement = Place(rows, Until(kNever));
@@ -155,17 +145,10 @@ TEST_P(PlacementGivenUp, EndsAtOnceAndSpoilsNothing) {
   EXPECT_EQ(OpenRegions(), step == Step::kPassingADescriptor || step == Step::kRegistering ? 2 : 1);
 }
 
-std::string NameOf(const testing::TestParamInfo<GivenUp>& given_up) {
-  const char* const names[] = {"Asking", "OpeningASession", "PassingADescriptor", "Registering"};
-  return std::string(names[static_cast<int>(given_up.param.step)]) + (given_up.param.by_deadline ? "Late" : "Cancelled");
-}
-
 INSTANTIATE_TEST_SUITE_P(Steps, PlacementGivenUp,
-                         testing::Values(GivenUp{Step::kAsking, false}, GivenUp{Step::kOpeningASession, false},
-                                         GivenUp{Step::kPassingADescriptor, false}, GivenUp{Step::kRegistering, false},
-                                         GivenUp{Step::kAsking, true}, GivenUp{Step::kOpeningASession, true},
-                                         GivenUp{Step::kPassingADescriptor, true}, GivenUp{Step::kRegistering, true}),
-                         NameOf);
+                         testing::Combine(testing::Values(Step::kAsking, Step::kOpeningASession, Step::kPassingADescriptor,
+                                                          Step::kRegistering),
+                                          testing::Bool()));
 
 // Whichever of them it is that talks to the server.
 TEST_F(PlacementCancel, OneOfTwoThatWaitForTheSameRegionGoesAlone) {
@@ -226,62 +209,6 @@ TEST_F(PlacementCancel, TwoThatShareARegionAreAbandonedTogether) {
   }
   for (std::future<void>& task : abandoned) EXPECT_TRUE(EndsSoon(task));
   EXPECT_TRUE(Place(Rows(first.data, kFewBytes), Until(kNever)).ok());
-}
-
-// By the public interface, and many more calls than may wait at a time.
-TEST(TransportCancel, AnyOfManyCallsEndsAtOnce) {
-  constexpr int64_t kHiddenSize = 16;
-  constexpr int64_t kVocabSize = 31;
-  constexpr int64_t kRows = 8;
-  constexpr int64_t kCalls = 40;
-  const std::vector<float> weight = RandomFloats(1, kVocabSize * kHiddenSize, 0.3F);
-  const std::vector<float> rows = RandomFloats(2, kRows * kHiddenSize, 1.0F);
-  const std::vector<int32_t> targets = RandomTargets(3, kRows, kVocabSize);
-  ServerProcess server({}, /*shares_memory=*/true);
-  for (const client::Transport transport : {client::Transport::kSharedMemory, client::Transport::kAuto}) {
-    Client client = server.Connect({.timeout = kNever, .connect_timeout = kSoon, .transport = transport});
-    Head head = CreateHead(client, std::string("h-") + client::TransportName(transport),
-                           {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true}, weight);
-    std::vector<std::optional<Future<LossResult>>> futures;
-    std::future<void> dropped;
-    {
-      const Frozen frozen(server);
-      for (int64_t id = 0; id < kCalls; ++id) {
-        client::MicroBatchOptions options = {.step = 0, .micro_batch = id};
-        futures.emplace_back(head.CrossEntropy(client::RowsView::Float32(rows, kHiddenSize), targets, {}, options));
-      }
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      for (const size_t cancelled : {kCalls - 1, int64_t{0}}) {  // one that waits for its turn, and one that waits for the server
-        futures[cancelled]->Cancel();
-        ASSERT_TRUE(futures[cancelled]->WaitFor(kSoon));
-        EXPECT_EQ(ErrorReason(futures[cancelled]->Get().status()), "CANCELLED");
-        futures[cancelled].reset();
-      }
-      dropped = std::async(std::launch::async, [&] {
-        futures[1].reset();
-        futures[kCalls - 2].reset();
-      });
-      ASSERT_TRUE(EndsSoon(dropped));
-      EXPECT_FALSE(futures[2]->Ready());
-    }
-    int64_t ended = 0;
-    for (auto& future : futures) {
-      if (!future.has_value()) continue;
-      const absl::StatusOr<LossResult> result = future->Get();
-      ASSERT_TRUE(result.ok()) << result.status();
-      EXPECT_EQ(result->transport, "shared_memory");
-      ++ended;
-    }
-    EXPECT_EQ(ended, kCalls - 4);
-    EXPECT_EQ(Value(head.Seal(0,
-                              [&] {
-                                std::vector<int64_t> ids;
-                                for (int64_t id = 2; id < kCalls - 2; ++id) ids.push_back(id);
-                                return ids;
-                              }()))
-                  .totals.micro_batch_count,
-              ended);
-  }
 }
 
 }  // namespace

@@ -12,7 +12,7 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "client/core/rows/memory/device_memory.h"
@@ -108,8 +108,8 @@ class TransportFault : public testing::TestWithParam<Transport> {
   }
 
   std::shared_ptr<internal::DeviceContext> gpu_;
-  std::shared_ptr<const internal::DeviceBacking>
-      device_rows_;  // rows, then their gradient; goes last, as the client and the server have it open
+  // Rows, then their gradient; goes last, as the client and the server have it open.
+  std::shared_ptr<const internal::DeviceBacking> device_rows_;
   ServerProcess server_;
   Client client_;
   Client witness_client_;
@@ -181,27 +181,11 @@ TEST_P(TransportFault, AKilledServerIsACleanErrorAndTheClientComesBack) {
   ExpectSameAccumulators();
 }
 
-std::string PathName(const testing::TestParamInfo<Transport>& path) {
-  switch (path.param) {
-    case Transport::kSharedMemory:
-      return "SharedMemory";
-    case Transport::kCudaIpc:
-      return "CudaIpc";
-    default:
-      return "Grpc";
-  }
-}
-
 INSTANTIATE_TEST_SUITE_P(Paths, TransportFault, testing::Values(Transport::kGrpc, Transport::kSharedMemory, Transport::kCudaIpc),
-                         PathName);
+                         [](const auto& path) { return TransportName(path.param); });
 
-// A trainer that is killed; transport_victim.cc.
-struct VictimCase {
-  const char* transport;
-  const char* moment;
-};
-
-class KilledClient : public testing::TestWithParam<VictimCase> {};
+// A trainer that is killed; transport_victim.cc: by its transport and the moment.
+class KilledClient : public testing::TestWithParam<std::tuple<const char*, const char*>> {};
 
 // Whether the server has memory of another process mapped.
 bool HasMappedRegions(ServerProcess& server) {
@@ -214,6 +198,7 @@ std::string VictimProgram() {
 }
 
 TEST_P(KilledClient, LeavesNothingBehind) {
+  const auto [transport, moment] = GetParam();
   ServerProcess server({"--stream_idle_timeout=3s"}, /*shares_memory=*/true);
   Client client = server.Connect({.connect_timeout = seconds(20), .transport = Transport::kGrpc});
   Head head = CreateHead(client, "student", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true},
@@ -225,11 +210,11 @@ TEST_P(KilledClient, LeavesNothingBehind) {
 
   TemporaryDirectory directory;
   {
-    ChildProcess victim({VictimProgram(), server.target(), GetParam().transport, GetParam().moment}, directory.path() + "/out",
+    ChildProcess victim({VictimProgram(), server.target(), transport, moment}, directory.path() + "/out",
                         directory.path() + "/err");
     ASSERT_TRUE(Await([&] { return !ReadFile(directory.path() + "/out").empty() || !victim.Running(); }));
     ASSERT_EQ(ReadFile(directory.path() + "/out"), "ready\n") << ReadFile(directory.path() + "/err");
-    if (std::string(GetParam().transport) == "shared_memory") {
+    if (transport == std::string("shared_memory")) {
       EXPECT_TRUE(HasMappedRegions(server));
     }
     std::this_thread::sleep_for(milliseconds(50));
@@ -250,12 +235,8 @@ TEST_P(KilledClient, LeavesNothingBehind) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, KilledClient,
-                         testing::Values(VictimCase{"grpc", "submitting"}, VictimCase{"grpc", "undecided"},
-                                         VictimCase{"shared_memory", "submitting"}, VictimCase{"shared_memory", "undecided"}),
-                         [](const testing::TestParamInfo<VictimCase>& path) {
-                           return std::string(path.param.transport == std::string("grpc") ? "Grpc" : "SharedMemory") +
-                                  (path.param.moment == std::string("submitting") ? "WhileSubmitting" : "HoldingAContribution");
-                         });
+                         testing::Combine(testing::Values("grpc", "shared_memory"), testing::Values("submitting", "undecided")),
+                         [](const auto& path) { return std::string(std::get<0>(path.param)) + "_" + std::get<1>(path.param); });
 
 }  // namespace
 }  // namespace headwater::e2e

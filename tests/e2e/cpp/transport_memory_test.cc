@@ -44,15 +44,13 @@ int64_t MicroBatchCount() {
   return text == nullptr ? 500 : std::max<int64_t>(std::atoll(text), 2 * kFirst);
 }
 
-// A line of /proc/PID/status, in KiB.
-int64_t StatusKiB(ServerProcess& server, const std::string& field) {
-  const std::string status = ReadFile("/proc/" + std::to_string(server.process().pid()) + "/status");
-  const size_t place = status.find(field + ":");
-  return place == std::string::npos ? 0 : std::atoll(status.c_str() + place + field.size() + 1);
-}
-
 // What the server itself has resident. Pages that clients share with it are theirs as well.
-int64_t ResidentKiB(ServerProcess& server) { return StatusKiB(server, "RssAnon"); }
+int64_t ResidentKiB(ServerProcess& server) {
+  const std::string status = ReadFile("/proc/" + std::to_string(server.process().pid()) + "/status");
+  const std::string field = "RssAnon:";
+  const size_t place = status.find(field);
+  return place == std::string::npos ? 0 : std::atoll(status.c_str() + place + field.size());
+}
 
 class ServerMemory : public testing::TestWithParam<Transport> {};
 
@@ -113,9 +111,7 @@ TEST_P(ServerMemory, StaysAtItsLevel) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, ServerMemory, testing::Values(Transport::kGrpc, Transport::kSharedMemory),
-                         [](const testing::TestParamInfo<Transport>& path) {
-                           return path.param == Transport::kGrpc ? "Grpc" : "SharedMemory";
-                         });
+                         [](const auto& path) { return TransportName(path.param); });
 
 }  // namespace
 }  // namespace headwater::e2e

@@ -1,8 +1,11 @@
-// Parts of the client core that need no server: turns, attempts, heads in messages, the log's entries for a subject.
+// Parts of the client core that need no server: turns, attempts, heads in messages, the log's entries for a subject, queues of
+// rows.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 
+#include <algorithm>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -12,6 +15,7 @@
 #include "client/core/call/turns.h"
 #include "client/core/replay/head_state.h"
 #include "client/core/replay/replay_log.h"
+#include "client/core/rows/transfer/row_queue.h"
 #include "headwater/v1/loss_service.pb.h"
 
 namespace headwater::client::internal {
@@ -252,6 +256,65 @@ TEST_F(ReplayLogOfAStep, OpenStepThatIsTooLargeIsDroppedAndReportedOnce) {
   log_.Drop({{.state = head_, .step = 1}}, "of something else");
   ASSERT_EQ(told_.size(), 1U);
   EXPECT_THAT(told_[0], testing::HasSubstr("replay_bytes=1000"));
+}
+
+TEST(RowQueue, FirstRowsOfEveryTensorComeFirstAndEachOnce) {
+  const std::vector<unsigned char> memory(100 * 8);
+  RowQueue queue(
+      {{v1::CHUNK_ROLE_HIDDEN, 0, memory.data(), 100, 8, 0}, {v1::CHUNK_ROLE_TEACHER_HIDDEN, 1, memory.data(), 50, 4, 30}});
+  std::vector<int64_t> next = {0, 0};
+  bool last = false;
+  while (const auto chunk = queue.Next(40)) {
+    EXPECT_FALSE(last);
+    last = chunk->last;
+    const size_t source = chunk->header.role == v1::CHUNK_ROLE_HIDDEN ? 0 : 1;
+    EXPECT_EQ(chunk->header.row_start, next[source]);
+    EXPECT_EQ(chunk->data, memory.data() + next[source] * (source == 0 ? 8 : 4));
+    EXPECT_LE(chunk->header.data_bytes, 40);
+    // In rows of the micro-batch, no tensor is ahead of another by more than a chunk.
+    if (source == 1 && next[0] < 100) {
+      EXPECT_LE(30 + next[1], next[0]);
+    }
+    if (source == 0 && next[1] < 50) {
+      EXPECT_LE(next[0], 30 + next[1]);
+    }
+    next[source] += chunk->header.row_count;
+  }
+  EXPECT_TRUE(last);
+  EXPECT_THAT(next, testing::ElementsAre(100, 50));
+}
+
+TEST(RowQueue, RowLongerThanAChunkIsAChunk) {
+  const std::vector<unsigned char> memory(30);
+  RowQueue queue({{v1::CHUNK_ROLE_HIDDEN, 0, memory.data(), 3, 10, 0}});
+  EXPECT_EQ(queue.Next(1)->header.data_bytes, 10);
+  EXPECT_EQ(queue.Next(1)->header.data_bytes, 10);
+  EXPECT_TRUE(queue.Next(1)->last);
+  EXPECT_FALSE(queue.Next(1).has_value());
+  EXPECT_FALSE(RowQueue({}).Next(1).has_value());
+}
+
+TEST(RowCoverage, TakesEveryRowOnce) {
+  std::mt19937 generator(3);
+  for (int round = 0; round < 200; ++round) {
+    const int64_t rows = 1 + generator() % 60;
+    RowCoverage coverage(rows);
+    std::vector<bool> taken(static_cast<size_t>(rows));
+    for (int i = 0; i < 100; ++i) {
+      const int64_t start = static_cast<int64_t>(generator() % 64) - 2;
+      const int64_t count = static_cast<int64_t>(generator() % 8) - 1;
+      bool free = start >= 0 && count >= 1 && start + count <= rows;
+      for (int64_t row = start; free && row < start + count; ++row) free = !taken[static_cast<size_t>(row)];
+      ASSERT_EQ(coverage.Take(start, count), free) << start << " " << count;
+      for (int64_t row = start; free && row < start + count; ++row) taken[static_cast<size_t>(row)] = true;
+      ASSERT_EQ(coverage.taken(), std::count(taken.begin(), taken.end(), true));
+    }
+    EXPECT_EQ(coverage.complete(), std::count(taken.begin(), taken.end(), true) == rows);
+  }
+  EXPECT_FALSE(RowCoverage(5).Take(4, INT64_MAX));
+  EXPECT_FALSE(RowCoverage(5).Take(INT64_MAX, 1));
+  EXPECT_FALSE(RowCoverage(0).Take(0, 1));
+  EXPECT_TRUE(RowCoverage(0).complete());
 }
 
 }  // namespace

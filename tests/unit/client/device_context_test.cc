@@ -19,8 +19,13 @@ namespace {
 constexpr CuDevice kDevice = 3;
 
 // One device with its primary context and one that a program has made. As in the driver, a context's objects end with it, and any
-// use of them afterwards is an error.
+// use of them afterwards is an error. No copy is made before a thread waits for the event behind it.
 struct FakeDevice {
+  struct Copy {
+    CuDevicePointer to;
+    CuDevicePointer from;
+    size_t bytes;
+  };
   int primary_references = 0;
   int made_contexts = 0;  // of the primary one
   bool own_alive = false;
@@ -29,6 +34,10 @@ struct FakeDevice {
   std::map<void*, CuContext> owner;
   uintptr_t next = 0x1000;
   int mistakes = 0;
+  std::vector<Copy> enqueued;
+  std::map<CuEvent, size_t> recorded;  // how many copies come before it
+  size_t done = 0;
+  size_t fails_at = SIZE_MAX;  // waiting for so many
 
   CuContext primary() const { return reinterpret_cast<CuContext>(uintptr_t{0x10}); }
   CuContext own() const { return reinterpret_cast<CuContext>(uintptr_t{0x20}); }
@@ -58,6 +67,13 @@ struct FakeDevice {
   CuResult Destroy(void* thing) {
     if (alive.erase(thing) == 0) ++mistakes;
     return 0;
+  }
+  CuResult RunCopies(size_t count) {
+    for (; done < count; ++done) {
+      const Copy& copy = enqueued[done];
+      std::memcpy(reinterpret_cast<void*>(copy.to), reinterpret_cast<const void*>(copy.from), copy.bytes);
+    }
+    return count >= fails_at ? 700 : 0;
   }
 };
 
@@ -94,6 +110,20 @@ class DeviceContextTest : public testing::Test {
     driver_.IpcGetEventHandle = [](CuIpcHandle*, CuEvent) { return 0; };
     driver_.StreamCreate = [](CuStream* stream, unsigned) { return device->Create(stream); };
     driver_.StreamDestroy = [](CuStream stream) { return device->Destroy(stream); };
+    driver_.MemcpyAsync = [](CuDevicePointer to, CuDevicePointer from, size_t bytes, CuStream) {
+      device->enqueued.push_back({to, from, bytes});
+      return 0;
+    };
+    driver_.EventRecord = [](CuEvent event, CuStream) {
+      device->recorded[event] = device->enqueued.size();
+      return 0;
+    };
+    driver_.EventSynchronize = [](CuEvent event) { return device->RunCopies(device->recorded.at(event)); };
+    driver_.StreamSynchronize = [](CuStream) { return device->RunCopies(device->enqueued.size()); };
+    driver_.GetErrorName = [](CuResult, const char** name) {
+      *name = "CUDA_ERROR_ILLEGAL_ADDRESS";
+      return 0;
+    };
   }
 
   FakeDevice device_;
@@ -130,47 +160,9 @@ TEST_F(DeviceContextTest, ProgramsOwnContextIsLeftAlone) {
   EXPECT_TRUE(device_.alive.empty());
 }
 
-// Copies as the driver makes them: none before a thread waits for the event behind it.
-struct Copies {
-  struct Copy {
-    CuDevicePointer to;
-    CuDevicePointer from;
-    size_t bytes;
-  };
-  std::vector<Copy> enqueued;
-  std::map<CuEvent, size_t> recorded;  // how many copies come before it
-  size_t done = 0;
-  size_t fails_at = SIZE_MAX;  // waiting for so many
-
-  CuResult Run(size_t count) {
-    for (; done < count; ++done) {
-      const Copy& copy = enqueued[done];
-      std::memcpy(reinterpret_cast<void*>(copy.to), reinterpret_cast<const void*>(copy.from), copy.bytes);
-    }
-    return count >= fails_at ? 700 : 0;
-  }
-};
-
-Copies* copies = nullptr;
-
 class DeviceReadTest : public DeviceContextTest {
  protected:
   DeviceReadTest() {
-    copies = &copies_;
-    driver_.MemcpyAsync = [](CuDevicePointer to, CuDevicePointer from, size_t bytes, CuStream) {
-      copies->enqueued.push_back({to, from, bytes});
-      return 0;
-    };
-    driver_.EventRecord = [](CuEvent event, CuStream) {
-      copies->recorded[event] = copies->enqueued.size();
-      return 0;
-    };
-    driver_.EventSynchronize = [](CuEvent event) { return copies->Run(copies->recorded.at(event)); };
-    driver_.StreamSynchronize = [](CuStream) { return copies->Run(copies->enqueued.size()); };
-    driver_.GetErrorName = [](CuResult, const char** name) {
-      *name = "CUDA_ERROR_ILLEGAL_ADDRESS";
-      return 0;
-    };
     device_.own_alive = true;
     context_ = *DeviceContext::Make(driver_, device_.own());
     for (size_t i = 0; i < from_.size(); ++i) from_[i] = static_cast<char>(i * 7 / 5);
@@ -185,7 +177,6 @@ class DeviceReadTest : public DeviceContextTest {
   }
 
   static constexpr size_t kPiece = DeviceRead::kPieceBytes;
-  Copies copies_;
   std::shared_ptr<DeviceContext> context_;
   std::vector<char> from_ = std::vector<char>(2 * kPiece + 5);
   std::vector<char> to_ = std::vector<char>(from_.size());
@@ -194,12 +185,12 @@ class DeviceReadTest : public DeviceContextTest {
 TEST_F(DeviceReadTest, WaitsForTheNeededPieces) {
   const auto read = Begin();
   ASSERT_TRUE(read.ok()) << read.status();
-  EXPECT_EQ(copies_.enqueued.size(), 3u);
-  EXPECT_EQ(copies_.done, 1u);
+  EXPECT_EQ(device_.enqueued.size(), 3u);
+  EXPECT_EQ(device_.done, 1u);
   EXPECT_TRUE((*read)->Await(kPiece).ok());
-  EXPECT_EQ(copies_.done, 1u);
+  EXPECT_EQ(device_.done, 1u);
   EXPECT_TRUE((*read)->Await(kPiece + 1).ok());
-  EXPECT_EQ(copies_.done, 2u);
+  EXPECT_EQ(device_.done, 2u);
   EXPECT_TRUE((*read)->Await(static_cast<int64_t>(from_.size())).ok());
   EXPECT_EQ(to_, from_);
 }
@@ -208,18 +199,18 @@ TEST_F(DeviceReadTest, ReleasesTheMemoryWhenAllHasArrived) {
   auto read = Begin();
   ASSERT_TRUE(read.ok()) << read.status();
   read->reset();
-  EXPECT_EQ(copies_.done, 3u);
+  EXPECT_EQ(device_.done, 3u);
 }
 
 TEST_F(DeviceReadTest, ReportsTheFailedCall) {
-  copies_.fails_at = 2;
+  device_.fails_at = 2;
   const auto read = Begin();
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_TRUE((*read)->Await(1).ok());
   EXPECT_EQ((*read)->AwaitAll().message(), "cuEventSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS");
-  copies_.fails_at = 1;
+  device_.fails_at = 1;
   EXPECT_EQ(Begin().status().code(), absl::StatusCode::kInternal);
-  EXPECT_EQ(copies_.done, copies_.enqueued.size());
+  EXPECT_EQ(device_.done, device_.enqueued.size());
 }
 
 }  // namespace

@@ -30,16 +30,11 @@ TEST(ClientCApi, ProgramInC) {
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, targets);
   header.clear_micro_batch();  // the head is frozen
   header.mutable_terms(0)->mutable_head()->clear_step();
-  v1::MicroBatchHeader other = header;
-  other.mutable_terms(0)->mutable_head()->set_head("tenants/default/heads/none");
-  other.mutable_terms(0)->mutable_head()->clear_head_epoch();
 
   const TemporaryDirectory directory;
   WriteFile(directory.path() + "/header", header.SerializeAsString());
-  WriteFile(directory.path() + "/other", other.SerializeAsString());
-  const ProgramResult result =
-      RunProgram({CLIENT_C_API_PROGRAM, server.target(), directory.path() + "/header", directory.path() + "/other",
-                  std::to_string(kRows), std::to_string(kHiddenSize), directory.path() + "/summary"});
+  const ProgramResult result = RunProgram({CLIENT_C_API_PROGRAM, server.target(), directory.path() + "/header",
+                                           std::to_string(kRows), std::to_string(kHiddenSize), directory.path() + "/summary"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
   EXPECT_EQ(result.err, "");
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <future>
 #include <limits>
@@ -101,24 +102,18 @@ TEST_F(ClientFace, LongestBackOffsDoNotOverflow) {
   const auto never = std::chrono::system_clock::now() + 3 * client::internal::kLongestTimeout;
   for (const milliseconds longest :
        {milliseconds::max(), milliseconds::max() / 2, milliseconds(client::internal::kLongestTimeout)}) {
-    SCOPED_TRACE(longest.count());
-    client::internal::RetryState both({.max_attempts = 9, .initial_backoff = longest, .max_backoff = longest}, never,
-                                      client::internal::Repeat::kSafe);
-    for (int i = 0; i < 4; ++i) {
-      const auto delay = both.AfterFailure(gone);
-      ASSERT_TRUE(delay.has_value());
-      EXPECT_GE(*delay, client::internal::kLongestTimeout / 2);
-      EXPECT_LE(*delay, client::internal::kLongestTimeout);
-    }
-    client::internal::RetryState growing({.max_attempts = 99, .initial_backoff = milliseconds(1), .max_backoff = longest}, never,
+    for (const milliseconds initial : {longest, milliseconds(1)}) {
+      SCOPED_TRACE(testing::Message() << initial.count() << " to " << longest.count());
+      client::internal::RetryState state({.max_attempts = 99, .initial_backoff = initial, .max_backoff = longest}, never,
                                          client::internal::Repeat::kSafe);
-    std::chrono::nanoseconds least = milliseconds(1);
-    for (int i = 0; i < 80; ++i) {
-      const auto delay = growing.AfterFailure(gone);
-      ASSERT_TRUE(delay.has_value());
-      EXPECT_GE(*delay, least / 2);
-      EXPECT_LE(*delay, client::internal::kLongestTimeout);
-      least = std::min<std::chrono::nanoseconds>(2 * least, client::internal::kLongestTimeout);
+      std::chrono::nanoseconds least = std::min<milliseconds>(initial, milliseconds(client::internal::kLongestTimeout));
+      for (int i = 0; i < 80; ++i) {
+        const auto delay = state.AfterFailure(gone);
+        ASSERT_TRUE(delay.has_value());
+        EXPECT_GE(*delay, least / 2);
+        EXPECT_LE(*delay, client::internal::kLongestTimeout);
+        least = std::min<std::chrono::nanoseconds>(2 * least, client::internal::kLongestTimeout);
+      }
     }
   }
 
@@ -137,16 +132,31 @@ TEST_F(ClientFace, LongestBackOffsDoNotOverflow) {
   EXPECT_EQ(server_.calls.exchange(0), 1);
 }
 
-TEST_F(ClientFace, DroppingAFutureEndsTheWaitForTheNextAttempt) {
-  ClientOptions options = {.retry = {.max_attempts = 5, .initial_backoff = seconds(60), .max_backoff = seconds(60)}};
-  Connect(options);
-  server_.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream*) { return Unavailable(); };
-  const auto start = steady_clock::now();
-  {
-    const Future<LossResult> dropped = Submit(Options(0));
-    while (server_.calls < 1) std::this_thread::sleep_for(milliseconds(1));
-  }
-  EXPECT_LE(steady_clock::now() - start, seconds(20));
+TEST_F(ClientFace, SixteenMicroBatchesAreUnderWayAndOtherCallsDoNotWaitForThem) {
+  std::atomic<bool> held = true;
+  std::atomic<int> under_way = 0, most = 0;
+  server_.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
+    const v1::MicroBatchHeader header = ReadAll(stream);
+    const int now = ++under_way;
+    for (int known = most; now > known && !most.compare_exchange_weak(known, now);) {
+    }
+    while (held) std::this_thread::sleep_for(milliseconds(1));
+    --under_way;
+    Answer(stream, header);
+    return grpc::Status::OK;
+  };
+  Connect(Quick(2));
+  std::vector<Future<LossResult>> losses;
+  for (int64_t i = 0; i < 40; ++i) losses.push_back(Submit(Options(i)));
+  while (under_way < 16) std::this_thread::sleep_for(milliseconds(1));
+  EXPECT_TRUE(head_->Seal(0, 1).ok());
+  // A micro-batch that waits is cancelled without having been sent.
+  losses[39].Cancel();
+  EXPECT_EQ(losses[39].Get().status().code(), absl::StatusCode::kCancelled);
+  held = false;
+  for (size_t i = 0; i < 39; ++i) EXPECT_TRUE(losses[i].Get().ok()) << i;
+  EXPECT_EQ(most, 16);
+  EXPECT_EQ(server_.CallsOf("ComputeLoss").size(), 39U);
 }
 
 TEST_F(ClientFace, SeveralTermsUploadTheRowsOnce) {
@@ -247,15 +257,13 @@ TEST_F(ClientFace, TopKTeacherArrives) {
     EXPECT_EQ(tensor->shape(0), 2);
     EXPECT_EQ(tensor->shape(1), 3);
   }
-  LossTerm two_teachers = {
-      .loss = JsdOptions{.beta = 0}, .teacher = *head_, .top_k_teacher = TopKTeacher{.k = 3, .ids = ids, .log_probs = log_probs}};
-  EXPECT_EQ(ErrorReason(head_->Multi(rows, {&two_teachers, 1}, Options(1)).Get().status()), "INVALID_COMBINATION");
-  two_teachers.teacher.reset();
-  two_teachers.teacher_hidden = rows;
-  EXPECT_EQ(ErrorReason(head_->Multi(rows, {&two_teachers, 1}, Options(1)).Get().status()), "INVALID_COMBINATION");
-  two_teachers.teacher_hidden = {};
-  two_teachers.loss = JsdOptions{.beta = 0, .expected_teacher_weight_version = 1};
-  EXPECT_EQ(ErrorReason(head_->Multi(rows, {&two_teachers, 1}, Options(1)).Get().status()), "INVALID_COMBINATION");
+  const TopKTeacher top_k = {.k = 3, .ids = ids, .log_probs = log_probs};
+  const JsdOptions forward = {.beta = 0}, versioned = {.beta = 0, .expected_teacher_weight_version = 1};
+  for (LossTerm two_teachers : std::vector<LossTerm>{{.loss = forward, .teacher = *head_, .top_k_teacher = top_k},
+                                                     {.loss = forward, .teacher_hidden = rows, .top_k_teacher = top_k},
+                                                     {.loss = versioned, .top_k_teacher = top_k}}) {
+    EXPECT_EQ(ErrorReason(head_->Multi(rows, {&two_teachers, 1}, Options(1)).Get().status()), "INVALID_COMBINATION");
+  }
 }
 
 TEST_F(ClientFace, FactorsAndOptionsOfACrossEntropyArriveAndItsOutputsReturn) {
@@ -525,14 +533,8 @@ TEST_F(ClientProtocol, UploadResumesUnderTheSameId) {
   EXPECT_EQ(received, std::string(reinterpret_cast<const char*>(weight.data()), 128));
 }
 
-TEST_F(ClientProtocol, UploadGivesUpAfterItsRetriesAndOnOtherErrors) {
+TEST_F(ClientProtocol, UploadThatIsToResumeBeyondItsEndFails) {
   const std::vector<float> weight(32);
-  server_.upload_weights = [](ScriptedServer::UploadStream*) { return grpc::Status(grpc::StatusCode::UNAVAILABLE, "down"); };
-  EXPECT_EQ(head_->UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)).status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(server_.calls, 3);
-  server_.upload_weights = [](ScriptedServer::UploadStream*) { return ErrorWithReason(grpc::StatusCode::ABORTED, "EPOCH_FENCED"); };
-  EXPECT_EQ(ErrorReason(head_->UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)).status()), "EPOCH_FENCED");
-  EXPECT_EQ(server_.calls, 4);
   server_.upload_weights = [](ScriptedServer::UploadStream* stream) {
     v1::UploadWeightsResponse response;
     response.set_resume_offset_bytes(1000);

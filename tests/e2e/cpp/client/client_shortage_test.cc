@@ -9,15 +9,17 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
+#include <future>
 #include <new>
 #include <numeric>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "client/core/link/delayed_tasks.h"
 #include "client/core/rows/memory/copy_threads.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
@@ -129,29 +131,28 @@ class ClientShortage : public testing::Test {
   const std::vector<int32_t> targets_ = std::vector<int32_t>(kRows, 1);
 };
 
-TEST_F(ClientShortage, MicroBatchThatTheLogHasNoMemoryForHasItsResultAndItsStepIsLost) {
-  ASSERT_TRUE(Submit(0).ok());
-  refused_after_reading_ = rows_.size() * sizeof(float);
-  EXPECT_TRUE(Submit(1).ok());
-  refused_bytes = refused_after_reading_ = 0;
-  EXPECT_TRUE(Submit(2).ok());
-  Restart();
-  const absl::Status status = Submit(3);
-  EXPECT_EQ(ErrorReason(status), "STEP_LOST");
-  EXPECT_THAT(std::string(status.message()), HasSubstr("reaches back to step 1"));
-}
-
-TEST_F(ClientShortage, GradientThatTheLogHasNoMemoryForIsAddedAndItsStepIsLost) {
+TEST_F(ClientShortage, StepThatTheLogHasNoMemoryForIsComputedAndCannotBeRepeated) {
   server_.add_gradient = [](const v1::AddGradientHeader&, const std::string& bytes) {
     refused_bytes = bytes.size();  // a copy of it
     return grpc::Status::OK;
   };
-  Value(head_->AddGradient(0, 0, RowsView::Float32(rows_, kHiddenSize)));
-  refused_bytes = 0;
-  Restart();
-  const absl::Status status = Submit(1);
-  EXPECT_EQ(ErrorReason(status), "STEP_LOST");
-  EXPECT_THAT(std::string(status.message()), HasSubstr("reaches back to step 1"));
+  for (const bool is_gradient : {false, true}) {
+    server_.WithState([](ScriptedServer::State& state) { state = {}; });
+    Connect();
+    if (is_gradient) {
+      Value(head_->AddGradient(0, 0, RowsView::Float32(rows_, kHiddenSize)));
+    } else {
+      ASSERT_TRUE(Submit(0).ok());
+      refused_after_reading_ = rows_.size() * sizeof(float);
+      EXPECT_TRUE(Submit(1).ok());
+    }
+    refused_bytes = refused_after_reading_ = 0;
+    EXPECT_TRUE(Submit(2).ok());
+    Restart();
+    const absl::Status status = Submit(3);
+    EXPECT_EQ(ErrorReason(status), "STEP_LOST");
+    EXPECT_THAT(std::string(status.message()), HasSubstr("reaches back to step 1"));
+  }
 }
 
 TEST_F(ClientShortage, MicroBatchWithoutMemoryForItsGradientsIsRefused) {
@@ -171,6 +172,31 @@ TEST_F(ClientShortage, RowsAreCopiedByTheThreadsThatThereAre) {
   threads = 0;
   client::internal::CopyThreads(4).Copy(to.data(), from.data(), static_cast<int64_t>(from.size()));
   EXPECT_EQ(to, from);
+}
+
+TEST_F(ClientShortage, TaskWithoutAThreadNeverRunsAndExistingThreadsTakeOthers) {
+  std::vector<int> ran;
+  std::promise<void> busy, free, last;
+  threads = 0;
+  client::internal::DelayedTasks workers(4);
+  EXPECT_THROW(workers.Run(&ran, [&] { ran.push_back(0); }), std::system_error);
+  EXPECT_FALSE(workers.Withdraw(&ran));
+  threads = 1;
+  workers.Run(&ran, [&] {
+    busy.set_value();
+    free.get_future().wait();
+    ran.push_back(1);
+  });
+  busy.get_future().wait();
+  workers.Run(&ran, [&] {
+    ran.push_back(2);
+    last.set_value();
+  });
+  workers.Run(&free, [&] { ran.push_back(3); });
+  EXPECT_TRUE(workers.Withdraw(&free));
+  free.set_value();
+  last.get_future().wait();
+  EXPECT_THAT(ran, testing::ElementsAre(1, 2));
 }
 
 }  // namespace

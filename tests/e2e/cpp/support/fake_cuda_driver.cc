@@ -45,7 +45,14 @@ struct Driver {
   int copies_until_failure = -1;
   uintptr_t next_handle = 0x1000;
 
-  // All with the lock.
+  // All of these with the lock.
+  // The allocation of an address, or the end.
+  std::map<uintptr_t, size_t>::const_iterator Find(DevicePointer pointer) const {
+    auto found = memory.upper_bound(pointer);
+    if (found == memory.begin()) return memory.end();
+    --found;
+    return pointer < found->first + found->second ? found : memory.end();
+  }
   void Enqueue(void* stream, Work next) {
     next.previous = last[stream];
     last[stream] = work.size();
@@ -69,27 +76,26 @@ Driver& TheDriver() {
   return *driver;
 }
 
-// The allocation of an address, or the end. With the lock.
-std::map<uintptr_t, size_t>::const_iterator Find(DevicePointer pointer) {
-  const Driver& driver = TheDriver();
-  auto found = driver.memory.upper_bound(pointer);
-  if (found == driver.memory.begin()) return driver.memory.end();
-  --found;
-  return pointer < found->first + found->second ? found : driver.memory.end();
-}
+// The driver, with its lock.
+class Locked {
+ public:
+  Driver* operator->() { return &driver_; }
+
+ private:
+  Driver& driver_ = TheDriver();
+  const std::lock_guard<std::mutex> lock_{driver_.mutex};
+};
 
 int MakeHandle(void** handle) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
-  *handle = reinterpret_cast<void*>(driver.next_handle++);
+  Locked driver;
+  *handle = reinterpret_cast<void*>(driver->next_handle++);
   return 0;
 }
 
 // Does what was enqueued on a stream, or before an event was recorded.
 int RunUpTo(std::map<void*, size_t> Driver::*marks, void* handle) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
-  driver.Run((driver.*marks)[handle]);
+  Locked driver;
+  driver->Run((TheDriver().*marks)[handle]);
   return 0;
 }
 
@@ -98,20 +104,17 @@ int RunUpTo(std::map<void*, size_t> Driver::*marks, void* handle) {
 extern "C" {
 
 void FakeCudaAddMemory(const void* data, size_t bytes, bool exportable) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
-  driver.memory[reinterpret_cast<uintptr_t>(data)] = bytes;
-  if (exportable) driver.allocated.insert(const_cast<void*>(data));
+  Locked driver;
+  driver->memory[reinterpret_cast<uintptr_t>(data)] = bytes;
+  if (exportable) driver->allocated.insert(const_cast<void*>(data));
 }
 void FakeCudaFailCopyAfter(int count) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
-  driver.copies_until_failure = count;
+  Locked driver;
+  driver->copies_until_failure = count;
 }
 int FakeCudaCopiesUnderWay() {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
-  return driver.copies_under_way;
+  Locked driver;
+  return driver->copies_under_way;
 }
 void FakeCudaRun(void* stream) { RunUpTo(&Driver::last, stream); }
 const void* FakeCudaOpen(const void* handle) {
@@ -143,12 +146,11 @@ int cuDevicePrimaryCtxRetain(void** context, int) {
 }
 int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 int cuPointerGetAttribute(void* data, int attribute, DevicePointer pointer) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
-  if (Find(pointer) == driver.memory.end()) return kInvalidValue;
+  Locked driver;
+  if (driver->Find(pointer) == driver->memory.end()) return kInvalidValue;
   switch (attribute) {
     case kContextAttribute:
-      *static_cast<void**>(data) = &driver;
+      *static_cast<void**>(data) = &TheDriver();
       return 0;
     case kMemoryTypeAttribute:
       *static_cast<unsigned*>(data) = kDeviceMemoryType;
@@ -157,10 +159,10 @@ int cuPointerGetAttribute(void* data, int attribute, DevicePointer pointer) {
       *static_cast<int*>(data) = 0;
       return 0;
     case kBufferIdAttribute:
-      *static_cast<uint64_t*>(data) = Find(pointer)->first;
+      *static_cast<uint64_t*>(data) = driver->Find(pointer)->first;
       return 0;
     case kIsLegacyIpcCapableAttribute:
-      *static_cast<unsigned*>(data) = driver.allocated.count(reinterpret_cast<void*>(Find(pointer)->first));  // NOLINT
+      *static_cast<unsigned*>(data) = driver->allocated.count(reinterpret_cast<void*>(driver->Find(pointer)->first));  // NOLINT
       return 0;
     default:  // whether it is managed
       *static_cast<unsigned*>(data) = 0;
@@ -168,19 +170,17 @@ int cuPointerGetAttribute(void* data, int attribute, DevicePointer pointer) {
   }
 }
 int cuMemGetAddressRange_v2(DevicePointer* base, size_t* bytes, DevicePointer pointer) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
-  const auto found = Find(pointer);
-  if (found == driver.memory.end()) return kInvalidValue;
+  Locked driver;
+  const auto found = driver->Find(pointer);
+  if (found == driver->memory.end()) return kInvalidValue;
   *base = found->first;
   *bytes = found->second;
   return 0;
 }
 int cuIpcGetMemHandle(void* handle, DevicePointer pointer) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
+  Locked driver;
   void* const memory = reinterpret_cast<void*>(pointer);  // NOLINT
-  if (driver.allocated.count(memory) == 0) return kInvalidValue;
+  if (driver->allocated.count(memory) == 0) return kInvalidValue;
   std::memcpy(handle, &memory, sizeof(memory));
   return 0;
 }
@@ -188,45 +188,40 @@ int cuIpcGetEventHandle(void*, void*) { return 0; }
 int cuEventCreate(void** event, unsigned) { return MakeHandle(event); }
 int cuEventDestroy_v2(void*) { return 0; }
 int cuEventRecord(void* event, void* stream) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
-  driver.recorded[event] = driver.last[stream];
+  Locked driver;
+  driver->recorded[event] = driver->last[stream];
   return 0;
 }
 int cuEventSynchronize(void* event) { return RunUpTo(&Driver::recorded, event); }
 int cuStreamWaitEvent(void* stream, void* event, unsigned) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
-  driver.Enqueue(stream, Work{.event = driver.recorded[event]});
+  Locked driver;
+  driver->Enqueue(stream, Work{.event = driver->recorded[event]});
   return 0;
 }
 int cuStreamCreate(void** stream, unsigned) { return MakeHandle(stream); }
 int cuStreamDestroy_v2(void*) { return 0; }
 int cuStreamSynchronize(void* stream) { return RunUpTo(&Driver::last, stream); }
 int cuMemAlloc_v2(DevicePointer* pointer, size_t bytes) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
+  Locked driver;
   void* const memory = std::malloc(bytes);
   if (memory == nullptr) return kOutOfMemory;
-  driver.allocated.insert(memory);
+  driver->allocated.insert(memory);
   *pointer = reinterpret_cast<uintptr_t>(memory);
   return 0;
 }
 int cuMemFree_v2(DevicePointer pointer) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
+  Locked driver;
   void* const memory = reinterpret_cast<void*>(pointer);  // NOLINT
-  if (driver.allocated.erase(memory) == 0) return kInvalidValue;
-  for (size_t i = 0; i < driver.work.size(); ++i) driver.Run(i);  // as the driver waits for all work
+  if (driver->allocated.erase(memory) == 0) return kInvalidValue;
+  for (size_t i = 0; i < driver->work.size(); ++i) driver->Run(i);  // as the driver waits for all work
   std::free(memory);
   return 0;
 }
 int cuMemcpyAsync(DevicePointer to, DevicePointer from, size_t bytes, void* stream) {
-  Driver& driver = TheDriver();
-  std::lock_guard<std::mutex> lock(driver.mutex);
-  if (driver.copies_until_failure == 0) return kLaunchFailed;
-  if (driver.copies_until_failure > 0) --driver.copies_until_failure;
-  driver.Enqueue(stream, {reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes});  // NOLINT
+  Locked driver;
+  if (driver->copies_until_failure == 0) return kLaunchFailed;
+  if (driver->copies_until_failure > 0) --driver->copies_until_failure;
+  driver->Enqueue(stream, {reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes});  // NOLINT
   return 0;
 }
 int cuMemsetD32Async(DevicePointer to, unsigned value, size_t count, void*) {

@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,40 +28,31 @@ struct PlacedReply {
   std::string grad_hidden;  // of chunks
 };
 
-// hidden, then term 0's teacher if it has one.
 inline void SetPlacement(const client::internal::Placement& placement, v1::MicroBatchHeader* header) {
   header->set_session_id(placement.session_id());
   *header->mutable_hidden_rows() = placement.reads()[0].shared;
-  if (placement.reads().size() > 1) {
-    *header->mutable_terms(0)->mutable_teacher_hidden()->mutable_rows() = placement.reads()[1].shared;
-  }
   if (placement.write().has_value()) *header->mutable_grad_hidden_rows() = placement.write()->shared;
 }
 
-// Sends the header, `hidden` and `teacher` as chunks if they are not empty, and reads to the end.
-inline PlacedReply Call(v1::LossService::Stub& stub, const v1::MicroBatchHeader& header, const std::string& hidden = "",
-                        const std::string& teacher = "") {
+// Sends the header, and `hidden` as chunks if it is not empty, and reads to the end.
+inline PlacedReply Call(v1::LossService::Stub& stub, const v1::MicroBatchHeader& header, const std::string& hidden = "") {
   grpc::ClientContext context;
   context.set_deadline(SoonEnough());
   const auto stream = stub.ComputeLoss(&context);
   v1::ComputeLossRequest request;
   *request.mutable_header() = header;
   bool open = stream->Write(request);
-  const auto send = [&](v1::ChunkRole role, const std::string& rows) {
-    constexpr size_t kChunkRows = 100;
-    const size_t row_bytes = rows.size() / static_cast<size_t>(header.row_count());
-    for (size_t start = 0; open && start < rows.size(); start += kChunkRows * row_bytes) {
-      v1::ComputeLossRequest message;
-      const std::string data = rows.substr(start, kChunkRows * row_bytes);
-      message.mutable_chunk()->set_role(role);
-      message.mutable_chunk()->set_row_start(static_cast<int64_t>(start / row_bytes));
-      message.mutable_chunk()->set_row_count(static_cast<int64_t>(data.size() / row_bytes));
-      message.mutable_chunk()->set_data(data);
-      open = stream->Write(message);
-    }
-  };
-  if (!hidden.empty()) send(v1::CHUNK_ROLE_HIDDEN, hidden);
-  if (!teacher.empty()) send(v1::CHUNK_ROLE_TEACHER_HIDDEN, teacher);
+  constexpr size_t kChunkRows = 100;
+  const size_t row_bytes = hidden.size() / static_cast<size_t>(header.row_count());
+  for (size_t start = 0; open && start < hidden.size(); start += kChunkRows * row_bytes) {
+    const std::string data = hidden.substr(start, kChunkRows * row_bytes);
+    v1::RowChunk* const chunk = request.mutable_chunk();
+    chunk->set_role(v1::CHUNK_ROLE_HIDDEN);
+    chunk->set_row_start(static_cast<int64_t>(start / row_bytes));
+    chunk->set_row_count(static_cast<int64_t>(data.size() / row_bytes));
+    chunk->set_data(data);
+    open = stream->Write(request);
+  }
   stream->WritesDone();
   PlacedReply reply;
   v1::ComputeLossResponse response;

@@ -87,10 +87,9 @@ void ServerProcess::KillAndStart() {
   Start();
 }
 
-void ServerProcess::StartWorker(size_t index, const std::string& join) {
-  const std::vector<std::string> arguments = {FromEnvironmentOr("HEADWATER_TEST_SERVER", HEADWATERD),
-                                              "--join=" + (join.empty() ? address() : join), "--group_listen_host=127.0.0.1",
-                                              "--log_level=warning"};
+void ServerProcess::StartWorker(size_t index) {
+  const std::vector<std::string> arguments = {FromEnvironmentOr("HEADWATER_TEST_SERVER", HEADWATERD), "--join=" + address(),
+                                              "--group_listen_host=127.0.0.1", "--log_level=warning"};
   const std::string output = directory_.path() + "/worker" + std::to_string(index);
   workers_[index] = std::make_unique<ChildProcess>(arguments, output + ".stdout", output + ".stderr");
 }

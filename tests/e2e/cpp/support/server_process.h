@@ -22,11 +22,8 @@ class ServerProcess {
   std::string target() const { return "unix:" + directory_.path() + "/socket"; }
   // What it says that it listens on first: of another kind if the flags say so.
   std::string address() const;
-  // The path of target().
-  std::string socket_path() const { return directory_.path() + "/socket"; }
   // Where descriptors of memory are taken, if it shares memory.
   std::string descriptor_socket() const { return directory_.path() + "/memory"; }
-  std::string checkpoint_directory() const { return directory_.path() + "/checkpoints"; }
   std::string load_root() const { return directory_.path() + "/load"; }
   std::string output() const { return ReadFile(directory_.path() + "/stdout"); }
   std::string log() const { return ReadFile(directory_.path() + "/stderr"); }
@@ -39,8 +36,8 @@ class ServerProcess {
   // The processes that hold a shard beside it: those of --workers, if the flags have that.
   size_t worker_count() const { return workers_.size(); }
   ChildProcess& worker(size_t index) { return *workers_[index]; }
-  // Starts a worker again, after its end. `join`: the address that it calls, if not the server's own.
-  void StartWorker(size_t index, const std::string& join = "");
+  // Starts a worker again, after its end.
+  void StartWorker(size_t index);
   // A connection; ends the test program if there is none.
   client::Client Connect(const client::ClientOptions& options = {}) const;
 
