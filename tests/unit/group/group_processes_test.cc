@@ -3,6 +3,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -20,6 +21,7 @@
 #include "server/group/ranks/rank_worker.h"
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"
+#include "tests/kernels/support/replica_suite.h"
 #include "tests/unit/expect_status.h"
 #include "tests/unit/forwarding_engine.h"
 #include "tests/unit/group/local_cpu_group.h"
@@ -28,18 +30,11 @@
 namespace headwater::testing {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using Made = absl::StatusOr<std::unique_ptr<LossEngine>>;
 
 constexpr char kGroupId[] = "the id of a group";
-
-// Work without an end of its own.
-struct Endless {
-  absl::Mutex mutex;
-  group::Patience patience{mutex, [] { return false; }};
-};
 
 absl::Status NoRoom() { return MakeError(ErrorReason::kInvalidField, "there is no room here"); }
 
@@ -73,34 +68,24 @@ class Processes {
     EXPECT_TRUE(made.ok()) << made.status();
     assembly_ = *std::move(made);
     engine_ = assembly_->TakeEngine();
+    workers_.emplace(*assembly_);
   }
-  ~Processes() {
-    for (const auto& call : calls_) call->Cancel();
-    for (std::thread& thread : threads_) thread.join();
-  }
-
   // Rank `index` of `ranks` of a process joins; returns when the leader has taken it.
   void Join(const std::string& process, int32_t index, int32_t ranks, const group::EngineMaker& make,
             std::function<void()> on_call_ended = nullptr) {
-    TestCall* const call = calls_.emplace_back(std::make_unique<TestCall>()).get();
-    threads_.emplace_back([this, call] { assembly_->Serve(*call).IgnoreError(); });
     std::shared_ptr<group::ProcessRows>& rows = rows_[process];
     if (rows == nullptr && ranks > 1) rows = std::make_shared<group::ProcessRows>();
-    threads_.emplace_back([=, this] {
-      group::WorkerOptions worker = LocalWorkerOptions();
-      worker.process = process;
-      worker.process_index = index;
-      worker.process_ranks = ranks;
-      worker.rows = rows;
-      worker.engine_options.device_index = 10 * process.back() + index;
-      worker.make_cuda_engine = make;
-      worker.alive_interval = absl::Milliseconds(5);
-      worker.on_call_ended = on_call_ended;
-      group::RunWorker(*call, worker).IgnoreError();
-      ++ended_;
-      call->Cancel();
-    });
-    EXPECT_TRUE(Await([&] { return call->IsTaken(); }));
+    group::WorkerOptions worker = LocalWorkerOptions();
+    worker.process = process;
+    worker.process_index = index;
+    worker.process_ranks = ranks;
+    worker.rows = rows;
+    worker.engine_options.device_index = 10 * process.back() + index;
+    worker.make_cuda_engine = make;
+    worker.alive_interval = absl::Milliseconds(5);
+    worker.on_call_ended = on_call_ended;
+    TestCall& call = workers_->Join(worker);
+    EXPECT_TRUE(Await([&] { return call.IsTaken(); }));
   }
   // What the leader answers who says this.
   absl::Status Hello(const v1::RankHello& hello) {
@@ -113,31 +98,22 @@ class Processes {
   }
   absl::Status Form() { return assembly_->Form(); }
   // Calls by the order in which they came.
-  void Cut(size_t call) { calls_[call]->Cancel(); }
-  int64_t data_bytes(size_t call) const { return calls_[call]->data_bytes(); }
+  void Cut(size_t call) { workers_->call(call).Cancel(); }
+  int64_t data_bytes(size_t call) { return workers_->call(call).data_bytes(); }
   LossEngine& engine() { return *engine_; }
-  int ended() const { return ended_; }  // workers
+  int ended() const { return workers_->ended(); }
 
  private:
-  std::atomic<int> ended_ = 0;
   std::unique_ptr<group::GroupAssembly> assembly_;
   std::unique_ptr<LossEngine> engine_;
-  std::vector<std::unique_ptr<TestCall>> calls_;
   std::map<std::string, std::shared_ptr<group::ProcessRows>> rows_;  // by process
-  std::vector<std::thread> threads_;
+  std::optional<WorkerThreads> workers_;
 };
 
 Outcome ComputeOnce(LossEngine& engine, const Problem& problem) {
-  auto head = engine.CreateHead(problem.heads[0].spec);
-  EXPECT_TRUE(head.ok()) << head.status();
-  WriteTensorValues(**head, HeadTensor::kWeight, problem.heads[0].weight);
-  PreparedMicroBatch prepared(problem, {head->get()}, ComputeOptions());
-  auto result = engine.Compute(prepared.micro_batch);
-  EXPECT_TRUE(result.ok()) << result.status();
-  Outcome outcome;
-  prepared.Collect(*result, &outcome);
-  Gradient& gradient = outcome.gradients.emplace_back();
-  for (const double value : ReadTensorValues(**head, HeadTensor::kGradWeight)) gradient.weight.push_back(static_cast<float>(value));
+  ReplicaHeads heads(engine, problem, Parallelism::kVocabulary);
+  Outcome outcome = heads.Compute(problem);
+  outcome.gradients.push_back(heads.ReadGradient());
   return outcome;
 }
 
@@ -190,11 +166,9 @@ TEST(GroupProcesses, AResolutionThatGpusDoNotHaveReachesNoRank) {
   for (const Parallelism parallelism : {Parallelism::kVocabulary, Parallelism::kRows}) {
     for (const double label_smoothing : {0.0, 0.1}) {
       Problem problem = MakeProblem({.label_smoothing = label_smoothing});
-      problem.heads[0].spec.parallelism = parallelism;
       problem.terms[0].gradient_resolution = 0x1p-6;
-      ASSERT_OK_AND_ASSIGN(auto head, processes.engine().CreateHead(problem.heads[0].spec));
-      WriteTensorValues(*head, HeadTensor::kWeight, problem.heads[0].weight);
-      PreparedMicroBatch prepared(problem, {head.get()}, ComputeOptions());
+      ReplicaHeads heads(processes.engine(), problem, parallelism);
+      PreparedMicroBatch prepared(problem, heads.pointers, ComputeOptions());
       const absl::Status status = processes.engine().Compute(prepared.micro_batch).status();
       if (parallelism == Parallelism::kRows && label_smoothing == 0) {
         EXPECT_TRUE(status.ok()) << status;
@@ -230,15 +204,9 @@ TEST(GroupProcesses, RowsComeOnceToAProcess) {
   ASSERT_TRUE(processes.Form().ok());
   for (const bool jsd : {false, true}) {
     const Problem problem = MakeProblem({.jsd = jsd, .hard_loss_weight = jsd ? 0.3 : 0.0});
-    std::vector<std::unique_ptr<EngineHead>> heads;
-    std::vector<EngineHead*> pointers;
-    for (const TestHead& test_head : problem.heads) {
-      ASSERT_OK_AND_ASSIGN(auto head, processes.engine().CreateHead(test_head.spec));
-      WriteTensorValues(*head, HeadTensor::kWeight, test_head.weight);
-      pointers.push_back(heads.emplace_back(std::move(head)).get());
-    }
+    ReplicaHeads heads(processes.engine(), problem, Parallelism::kVocabulary);
     const auto compute = [&](RowFlow* flow) {
-      PreparedMicroBatch prepared(problem, pointers, ComputeOptions());
+      PreparedMicroBatch prepared(problem, heads.pointers, ComputeOptions());
       prepared.micro_batch.flow = flow;
       return processes.engine().Compute(prepared.micro_batch).status();
     };
@@ -250,7 +218,7 @@ TEST(GroupProcesses, RowsComeOnceToAProcess) {
     EXPECT_EQ(after, (std::vector<int64_t>{after[0], 0, 0, after[0]}));
     // A caller that gives up, of whose rows some have come, and one that decides against it, are no failure.
     const absl::Status gives_up = MakeError(ErrorReason::kCancelled, "the caller gives up");
-    const int64_t rows = PreparedMicroBatch(problem, pointers, ComputeOptions()).micro_batch.hidden.row_count;
+    const int64_t rows = problem.rows;
     for (const int64_t here : {int64_t{0}, rows / 2, rows}) {
       SlowFlow flow(here, gives_up, here == rows ? gives_up : absl::OkStatus());
       const absl::Status status = compute(&flow);
@@ -299,64 +267,71 @@ TEST(GroupRows, EndOrGoOnWithoutWhoeverComesTooLate) {
 
 TEST(GroupProcesses, WhoDoesNotFitIsToldWhatWasExpected) {
   Processes processes(SixRanks());
-  v1::RankHello hello;
-  hello.set_version("test");
-  hello.set_port(1);
-  hello.set_engine("cpu");
-  absl::Status status = processes.Hello(hello);
-  EXPECT_REASON(status, kInvalidCombination);
-  EXPECT_THAT(status.message(), HasSubstr("the worker's engine is cpu, this server's cuda"));
-  hello.set_engine("cuda");
   // Whoever fits leaves as soon as the leader looks after it.
-  for (const int32_t ranks : {0, 1, 4}) {
-    hello.set_process_ranks(ranks);
-    EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kCancelled)) << ranks;
-  }
-  hello.set_process_ranks(5);
-  status = processes.Hello(hello);
-  EXPECT_REASON(status, kFeatureNotBuilt);
-  EXPECT_THAT(status.message(),
-              HasSubstr("this server waits for 4 ranks of workers, other processes bring 0 of them, and this one 5"));
-  for (const int32_t ranks : {-1, 257}) {
-    hello.set_process_ranks(ranks);
-    EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kProtocolViolation)) << ranks;
-  }
-  hello.set_process_ranks(2);
-  for (const int32_t index : {-1, 2}) {
-    hello.set_process_index(index);
-    EXPECT_TRUE(HasReason(processes.Hello(hello), ErrorReason::kProtocolViolation)) << index;
-  }
-  hello.set_process_index(0);
-  hello.set_process(std::string(65, 'p'));
-  EXPECT_REASON(processes.Hello(hello), kProtocolViolation);
-
+  const auto fits = ErrorReason::kCancelled, breaks = ErrorReason::kProtocolViolation, too_many = ErrorReason::kFeatureNotBuilt;
+  struct Row {
+    const char* process;
+    int32_t index, ranks;
+    ErrorReason reason;
+    const char* message = "";
+    const char* engine = "cuda";
+    const char* version = "test";
+    int32_t port = 1;
+  };
+  const auto expect = [&](const std::vector<Row>& rows) {
+    for (const Row& row : rows) {
+      v1::RankHello hello;
+      hello.set_version(row.version);
+      hello.set_port(row.port);
+      hello.set_engine(row.engine);
+      hello.set_process(row.process);
+      hello.set_process_index(row.index);
+      hello.set_process_ranks(row.ranks);
+      const absl::Status status = processes.Hello(hello);
+      EXPECT_TRUE(HasReason(status, row.reason)) << row.process << " " << row.index << " " << row.ranks << ": " << status;
+      EXPECT_THAT(status.message(), HasSubstr(row.message));
+    }
+  };
+  const std::string long_name(65, 'p');
+  const auto other = ErrorReason::kInvalidCombination;
+  expect({{"", 0, 0, other, "the worker's engine is cpu, this server's cuda", "cpu"},
+          {"", 0, 0, other, "", "cuda", "another"},
+          {"", 0, 0, breaks, "", "cuda", "test", 0},
+          {"", 0, 0, breaks, "", "cuda", "test", 65536},
+          {"", 0, 0, fits},
+          {"", 0, 1, fits},
+          {"", 0, 4, fits},
+          {"", 0, 5, too_many, "this server waits for 4 ranks of workers, other processes bring 0 of them, and this one 5"},
+          {"", 0, -1, breaks},
+          {"", 0, 257, breaks},
+          {"", -1, 2, breaks},
+          {"", 2, 2, breaks},
+          {long_name.c_str(), 0, 2, breaks}});
   // A place that a process has yet to fill is not free.
   processes.Join("a", 1, 3, CreateCpuEngine);
-  hello.set_process("b");
-  status = processes.Hello(hello);
-  EXPECT_THAT(status.message(), HasSubstr("other processes bring 3 of them, and this one 2"));
-  hello.set_process_ranks(1);
-  EXPECT_REASON(processes.Hello(hello), kCancelled);
-  hello.set_process("a");
-  hello.set_process_ranks(3);
-  EXPECT_REASON(processes.Hello(hello), kCancelled);
-  hello.set_process_index(1);
-  status = processes.Hello(hello);
-  EXPECT_REASON(status, kInvalidCombination);
-  EXPECT_THAT(status.message(), HasSubstr("rank 1 of this process has joined already"));
+  expect({{"b", 0, 2, too_many, "other processes bring 3 of them, and this one 2"},
+          {"b", 0, 1, fits},
+          {"a", 0, 3, fits},
+          {"a", 1, 3, other, "rank 1 of this process has joined already"}});
 }
 
-TEST(GroupProcesses, AnOwnRankThatFailsKeepsNobodyWaiting) {
-  group::AssemblyOptions options = SixRanks();
-  options.make_engine = [](const EngineOptions& one) -> Made {
-    if (one.group.rank == 1) return NoRoom();
-    return WaitForTheOthers(one);
-  };
-  Processes processes(options);
-  for (int32_t index = 0; index < 4; ++index) processes.Join("a", index, 4, WaitForTheOthers);
-  const absl::Status formed = processes.Form();
-  EXPECT_REASON(formed, kEngineFailed);
-  EXPECT_THAT(formed.message(), AllOf(HasSubstr("rank 1: there is no room here"), Not(HasSubstr("rank 0"))));
+TEST(GroupProcesses, ARankThatFailsKeepsNobodyWaiting) {
+  for (const int32_t failing : {1, 4}) {  // the leader's, a worker's
+    const auto make = [failing](const EngineOptions& one) {
+      return one.group.rank == failing ? Made(NoRoom()) : WaitForTheOthers(one);
+    };
+    group::AssemblyOptions options = SixRanks();
+    options.make_engine = make;
+    Processes processes(options);
+    for (int32_t index = 0; index < 4; ++index) processes.Join("a", index, 4, make);
+    const absl::Status formed = processes.Form();
+    EXPECT_REASON(formed, kEngineFailed);
+    EXPECT_THAT(formed.message(), HasSubstr("rank " + std::to_string(failing) + ": there is no room here"));
+    EXPECT_THAT(formed.message(), Not(HasSubstr("rank 0")));
+    if (failing == 4) {
+      EXPECT_THAT(formed.message(), Not(HasSubstr("rank 1")));
+    }
+  }
 }
 
 // Fails in a micro-batch.
@@ -395,20 +370,6 @@ TEST(GroupProcesses, AnOwnRankThatFailsInACallKeepsNobodyWaiting) {
   }
 }
 
-TEST(GroupProcesses, AWorkersRankThatFailsKeepsNobodyWaiting) {
-  group::AssemblyOptions options = SixRanks();
-  options.make_engine = WaitForTheOthers;
-  Processes processes(options);
-  for (int32_t index = 0; index < 4; ++index) {
-    processes.Join("a", index, 4,
-                   [index](const EngineOptions& one) { return index == 2 ? Made(NoRoom()) : WaitForTheOthers(one); });
-  }
-  const absl::Status formed = processes.Form();
-  EXPECT_REASON(formed, kEngineFailed);
-  EXPECT_THAT(formed.message(),
-              AllOf(HasSubstr("rank 4: there is no room here"), Not(HasSubstr("rank 0")), Not(HasSubstr("rank 1"))));
-}
-
 TEST(GroupProcesses, SetUpIsBoundedWhileAWorkerIsSilent) {
   group::AssemblyOptions options = SixRanks();
   options.setup_timeout = absl::Milliseconds(500);
@@ -440,15 +401,18 @@ TEST(GroupProcesses, AWorkerWhoseCallEndsGivesUpWhatWaits) {
     return made;
   };
   for (int32_t index = 0; index < 4; ++index) processes.Join("a", index, 4, make, [&told] { ++told; });
-  std::thread leader([&] { EXPECT_FALSE(processes.Form().ok()); });
+  absl::Status formed;
+  std::thread leader([&] { formed = processes.Form(); });
   EXPECT_TRUE(Await([&] { return waiting == 4; }));
   processes.Cut(2);
   EXPECT_TRUE(Await([&] { return came_back == 4 && told == 4; })) << came_back << " came back, " << told << " were told";
   leader.join();
+  EXPECT_REASON(formed, kEngineFailed);
+  EXPECT_THAT(formed.message(), HasSubstr("rank 4: the worker's call has ended"));
 }
 
 TEST(GroupTogether, TellsTheFirstFailureAndAbortsOnce) {
-  Endless endless;
+  absl::Mutex mutex;
   std::atomic<bool> aborted = false;
   std::atomic<int> aborts = 0;
   const group::FirstFailure failure = group::RunTogether(
@@ -463,7 +427,7 @@ TEST(GroupTogether, TellsTheFirstFailureAndAbortsOnce) {
         ++aborts;
         aborted = true;
       },
-      endless.patience);
+      {mutex, [] { return false; }});
   EXPECT_EQ(failure.index, 1u);
   EXPECT_THAT(failure.status.message(), HasSubstr("no room"));
   EXPECT_EQ(aborts, 1);

@@ -9,6 +9,7 @@
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"
+#include "tests/kernels/support/replica_suite.h"
 #include "tests/unit/expect_status.h"
 #include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/worker_threads.h"
@@ -75,51 +76,30 @@ struct Trained {
 };
 
 Trained Train(LossEngine& engine, const Problem& problem) {
-  std::vector<std::unique_ptr<EngineHead>> heads;
-  std::vector<EngineHead*> pointers;
-  for (const TestHead& test_head : problem.heads) {
-    auto head = engine.CreateHead(test_head.spec);
-    EXPECT_TRUE(head.ok()) << head.status();
-    heads.push_back(*std::move(head));
-    pointers.push_back(heads.back().get());
-    WriteTensorValues(*pointers.back(), HeadTensor::kWeight, test_head.weight);
-    if (test_head.spec.has_bias) WriteTensorValues(*pointers.back(), HeadTensor::kBias, test_head.bias);
-  }
+  ReplicaHeads heads(engine, problem, Parallelism::kVocabulary);
   const auto read_gradients = [&] {
-    std::vector<Gradient> gradients(pointers.size());
-    for (size_t i = 0; i < pointers.size(); ++i) {
-      for (const double value : ReadTensorValues(*pointers[i], HeadTensor::kGradWeight)) {
-        gradients[i].weight.push_back(static_cast<float>(value));
-      }
-      for (const double value : ReadTensorValues(*pointers[i], HeadTensor::kGradBias)) {
-        gradients[i].bias.push_back(static_cast<float>(value));
-      }
+    std::vector<Gradient> gradients;
+    for (const EngineHead* head : heads.pointers) {
+      const std::vector<double> weight = ReadTensorValues(*head, HeadTensor::kGradWeight);
+      const std::vector<double> bias = ReadTensorValues(*head, HeadTensor::kGradBias);
+      gradients.push_back({{weight.begin(), weight.end()}, {bias.begin(), bias.end()}});
     }
     return gradients;
   };
 
   Trained trained;
-  PreparedMicroBatch direct(problem, pointers, ComputeOptions());
-  const auto added = engine.Compute(direct.micro_batch);
-  EXPECT_TRUE(added.ok()) << added.status();
-  if (added.ok()) direct.Collect(*added, &trained.direct);
+  trained.direct = heads.Compute(problem);
   trained.direct.gradients = read_gradients();
-
-  PreparedMicroBatch later(problem, pointers, ComputeOptions{.grad_weight = GradWeightMode::kStage});
-  const auto staged = engine.Compute(later.micro_batch);
-  EXPECT_TRUE(staged.ok()) << staged.status();
-  if (staged.ok()) {
-    const absl::Status committed = staged->staged->Commit(0.75);
-    EXPECT_TRUE(committed.ok()) << committed;
-  }
+  std::unique_ptr<StagedContribution> staged;
+  heads.Compute(problem, {.grad_weight = GradWeightMode::kStage}, nullptr, &staged);
+  if (staged != nullptr) EXPECT_OK(staged->Commit(0.75));
   trained.committed = read_gradients();
 
   const OptimizerStep step = {.learning_rate = 0.1, .gradient_multiplier = 0.5, .settings = problem.heads[0].spec.optimizer};
-  const absl::Status applied = pointers[0]->ApplyOptimizer(step);
-  EXPECT_TRUE(applied.ok()) << applied;
+  EXPECT_OK(heads.head().ApplyOptimizer(step));
   for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kBias, HeadTensor::kMasterWeight, HeadTensor::kMoment1Weight,
                                   HeadTensor::kMoment2Weight, HeadTensor::kGradWeight}) {
-    const std::vector<double> values = ReadTensorValues(*pointers[0], tensor);
+    const std::vector<double> values = ReadTensorValues(heads.head(), tensor);
     trained.tensors.push_back({{values.begin(), values.end()}, {}});
   }
   return trained;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "headwater/kernels/error.h"
@@ -99,37 +100,6 @@ TEST(GroupFailure, AWorkerWhoseDeviceHangsSaysSo) {
   EXPECT_EQ((*group)->health(), status);
 }
 
-// The rows of a micro-batch stop coming because the caller gives up: that costs the group nothing.
-class EndingFlow final : public RowFlow {
- public:
-  EndingFlow(bool at_await, absl::Status end) : at_await_(at_await), end_(std::move(end)) {}
-  absl::Status AwaitRows(int64_t) override { return at_await_ ? end_ : absl::OkStatus(); }
-  absl::Status Decide(const DigestBuilder*) override { return at_await_ ? absl::OkStatus() : end_; }
-  void GradHiddenReady(int64_t) override {}
-
- private:
-  const bool at_await_;
-  const absl::Status end_;
-};
-
-TEST(GroupFailure, ACallerThatGivesUpIsNoFailure) {
-  const Problem problem = MakeProblem(ProblemOptions());
-  const auto group = MakeGroup();
-  const auto head = MakeHead(*group, problem);
-  for (const bool at_await : {true, false}) {
-    PreparedMicroBatch prepared(problem, {head.get()}, ComputeOptions());
-    EndingFlow flow(at_await, MakeError(ErrorReason::kCancelled, "the caller gives up"));
-    prepared.micro_batch.flow = &flow;
-    const auto result = group->Compute(prepared.micro_batch);
-    EXPECT_REASON(result, kCancelled);
-    ASSERT_OK_AND_ASSIGN(const auto stats, head->ComputeGradientStats());
-    EXPECT_EQ(stats.norm_squared, 0);
-    EXPECT_TRUE(group->health().ok()) << group->health();
-  }
-  PreparedMicroBatch prepared(problem, {head.get()}, ComputeOptions());
-  EXPECT_TRUE(group->Compute(prepared.micro_batch).ok());
-}
-
 TEST(GroupAssembly, TakesNoStrangersAndNoMoreThanItWants) {
   const group::AssemblyOptions options = {
       .engine = {.shard_count = 2, .thread_count = 1}, .version = "this", .listen_host = "127.0.0.1"};
@@ -143,25 +113,16 @@ TEST(GroupAssembly, TakesNoStrangersAndNoMoreThanItWants) {
   no_hello.mutable_alive();
   silent.Write(no_hello);
   EXPECT_REASON(assembly->Serve(silent), kProtocolViolation);
-  TestCall other;
-  v1::JoinRequest hello;
-  hello.mutable_hello()->set_version("another");
-  other.Write(hello);
-  EXPECT_REASON(assembly->Serve(other), kInvalidCombination);
-
-  // One that leaves before the group is formed leaves its place to the next.
-  hello.mutable_hello()->set_version("this");
-  for (const int32_t port : {0, 65536}) {
-    hello.mutable_hello()->set_port(port);
-    TestCall nowhere;
-    nowhere.Write(hello);
-    EXPECT_TRUE(HasReason(assembly->Serve(nowhere), ErrorReason::kProtocolViolation)) << port;
+  // A worker that leaves before the group is formed leaves its place to the next.
+  for (int worker = 0; worker < 2; ++worker) {
+    v1::JoinRequest hello;
+    hello.mutable_hello()->set_version("this");
+    hello.mutable_hello()->set_port(1);
+    TestCall leaving;
+    leaving.Write(hello);
+    leaving.Cancel();
+    EXPECT_REASON(assembly->Serve(leaving), kCancelled);
   }
-  hello.mutable_hello()->set_port(1);
-  TestCall leaving;
-  leaving.Write(hello);
-  leaving.Cancel();
-  EXPECT_REASON(assembly->Serve(leaving), kCancelled);
   assembly->GiveUp();
   EXPECT_REASON(assembly->Form(), kCancelled);
 }
@@ -176,45 +137,13 @@ TEST(GroupAssembly, TellsWhyEveryRankRefuses) {
 }
 
 TEST(GroupAssembly, TellsWhoIsLateBesideWhoRefuses) {
-  absl::Notification formed;
-  EngineOptions three = ThreeRanks();
-  const auto late = [&](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
+  const auto late = [](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
     if (options.group.rank == 2) return MakeError(ErrorReason::kInvalidField, "there is no room here");
-    formed.WaitForNotification();
+    absl::SleepFor(absl::Seconds(5));
     return CreateCpuEngine(options);
   };
-  absl::Status status;
-  {
-    ASSERT_OK_AND_ASSIGN(auto group, ThreadedGroup::Begin(three, late, absl::Seconds(5)));
-    status = group->Form();
-    formed.Notify();
-  }
-  EXPECT_THAT(status.message(), HasSubstr("rank 1: it has not become ready in time; rank 2: there is no room here"));
-}
-
-TEST(GroupAssembly, AWorkerThatGoesAwayIsNotWaitedForUntilTheEnd) {
-  const group::AssemblyOptions options = {.engine = {.shard_count = 2, .thread_count = 1},
-                                          .version = "this",
-                                          .listen_host = "127.0.0.1",
-                                          .setup_timeout = absl::Hours(1)};
-  ASSERT_OK_AND_ASSIGN(auto assembly, group::GroupAssembly::Create(options));
-  const auto engine = assembly->TakeEngine();
-  TestCall call;
-  v1::JoinRequest hello;
-  hello.mutable_hello()->set_version("this");
-  hello.mutable_hello()->set_port(1);
-  call.Write(hello);
-  std::thread handler([&] { assembly->Serve(call).IgnoreError(); });
-  std::thread worker([&] {
-    v1::JoinResponse welcome;
-    EXPECT_TRUE(static_cast<group::WorkerChannel&>(call).Read(&welcome));
-    call.Cancel();
-  });
-  const absl::Status formed = assembly->Form();
-  EXPECT_REASON(formed, kEngineFailed);
-  EXPECT_THAT(formed.message(), HasSubstr("rank 1: the worker's call has ended"));
-  worker.join();
-  handler.join();
+  const auto group = ThreadedGroup::Create(ThreeRanks(), late, /*setup_timeout=*/absl::Seconds(3));
+  EXPECT_THAT(group.status().message(), HasSubstr("rank 1: it has not become ready in time; rank 2: there is no room here"));
 }
 
 // A leader that is asked to end ends, whatever its workers do.

@@ -3,13 +3,13 @@
 #ifndef HEADWATER_TESTS_UNIT_GROUP_WORKER_THREADS_H_
 #define HEADWATER_TESTS_UNIT_GROUP_WORKER_THREADS_H_
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -104,36 +104,54 @@ class TestCall final : public group::JoinCall, public group::WorkerChannel {
 group::AssemblyOptions LocalAssemblyOptions();
 group::WorkerOptions LocalWorkerOptions();
 
+// Workers of a leader, each with a call and a thread of its own.
+class WorkerThreads {
+ public:
+  explicit WorkerThreads(group::GroupAssembly& assembly) : assembly_(assembly) {}
+  // Ends the calls.
+  ~WorkerThreads();
+
+  TestCall& Join(const group::WorkerOptions& options);
+  // In the order in which they joined.
+  TestCall& call(size_t worker) { return workers_[worker].call; }
+  // Why a worker has ended; waits for it.
+  absl::Status AwaitEnd(size_t worker);
+  int ended() const { return ended_; }
+
+ private:
+  struct Worker {
+    TestCall call;
+    absl::Status end;
+    std::thread handler, thread;
+  };
+
+  group::GroupAssembly& assembly_;
+  std::atomic<int> ended_ = 0;
+  std::deque<Worker> workers_;
+};
+
 // A leader's engine and its workers.
 class ThreadedGroup final : public ForwardingEngine {
  public:
   // As a group of options.shard_count ranks, at least 2. `make_engine`: the workers', which tells them apart by
-  // EngineOptions::group.
+  // EngineOptions::group. They may take `setup_timeout`.
   static absl::StatusOr<std::unique_ptr<ThreadedGroup>> Create(const EngineOptions& options,
-                                                               const group::EngineMaker& make_engine = CreateCpuEngine);
-  // The same in two steps; Form() once. The workers may take `setup_timeout`.
-  static absl::StatusOr<std::unique_ptr<ThreadedGroup>> Begin(const EngineOptions& options, const group::EngineMaker& make_engine,
-                                                              absl::Duration setup_timeout = absl::Minutes(1));
-  absl::Status Form() { return assembly_->Form(); }
-  ~ThreadedGroup() override;
-
+                                                               const group::EngineMaker& make_engine = CreateCpuEngine,
+                                                               absl::Duration setup_timeout = absl::Minutes(1));
   // Ends the call of a worker: 1 for the first.
-  void Cut(size_t worker) { calls_[worker - 1]->Cancel(); }
+  void Cut(size_t worker) { workers_.call(worker - 1).Cancel(); }
   // A worker hears nothing from then on, or again: 1 for the first.
-  void Pause(size_t worker, bool paused) { calls_[worker - 1]->Pause(paused); }
+  void Pause(size_t worker, bool paused) { workers_.call(worker - 1).Pause(paused); }
   group::GroupAssembly& assembly() { return *assembly_; }
   // Why a worker has ended; waits for it.
-  absl::Status AwaitEnd(size_t worker);
+  absl::Status AwaitEnd(size_t worker) { return workers_.AwaitEnd(worker - 1); }
 
  private:
   explicit ThreadedGroup(std::unique_ptr<group::GroupAssembly> assembly)
       : ForwardingEngine(assembly->TakeEngine()), assembly_(std::move(assembly)) {}
 
   const std::unique_ptr<group::GroupAssembly> assembly_;  // which the engine may outlive
-  std::vector<std::unique_ptr<TestCall>> calls_;
-  std::vector<absl::Status> ends_;
-  std::vector<std::thread> handlers_;
-  std::vector<std::thread> workers_;
+  WorkerThreads workers_{*assembly_};
 };
 
 }  // namespace headwater::testing
