@@ -1,178 +1,220 @@
-"""Plays a pod with native sidecars on this machine with podman, and stands in for the kubelet where podman lacks something.
+"""Plays the sidecar's pod with podman as a kubelet would, and checks the trainer's losses, the container's rights, and the drain.
 
-    play.py MANIFEST FOLDER
+    play.py MANIFEST LOCAL FOLDER [--kill_in_step=STEP]
 
-Podman reads the manifest and makes the containers of it: images, arguments, environment, users, capabilities, limits, mounts. This
-program starts them in the kubelet's order, and asks the probes by their commands in the containers. It restarts sidecars and ends
-them after the rest (pod_life.py), and puts memory under memory volumes, as large as their limits. Container ports are left out on
-the host's network.
-
-Events are printed on stdout, one line of JSON each. When the pod has ended, FOLDER has each container's output (NAME.out, NAME.err)
-and podman's description of it (NAME.json). The pod is then removed. SIGTERM and SIGINT delete the pod, as a person would. The exit
-status is 0 if the pod has succeeded, 1 if it has failed, 2 if it cannot be played (a sentence on stderr).
+MANIFEST is the rendered Pod, LOCAL the trainer's output with a local server. FOLDER is new, and gets each container's output.
+Podman makes the containers: arguments, environment, users, capabilities, limits, mounts. This program starts and ends them, asks the
+probes, and mounts the memory, because podman 4.3 knows no native sidecars, startup probes or memory volumes. With --kill_in_step, the
+sidecar gets SIGKILL in the middle of that step and starts again.
 
 Needs root, podman and PyYAML. Podman is configured by its environment (CONTAINERS_CONF, CONTAINERS_STORAGE_CONF).
 """
 
 import argparse
-import asyncio
+import contextlib
+import copy
 import datetime
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pod_life import PodLife
-from pod_manifest import RefusedError, for_podman, memory_volumes, read_pod, volumes
+
+from train import STEPS, STEPS_PER_CHECKPOINT
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import manifests
+
+SIDECAR, TRAINER = "headwater", "trainer"
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+# Fields that podman or this program follows. Podman ignores others without a word.
+POD_FIELDS = set("automountServiceAccountToken containers initContainers restartPolicy securityContext volumes".split())
+POD_FIELDS.add("terminationGracePeriodSeconds")
+CONTAINER_FIELDS = set("args env image imagePullPolicy name ports resources restartPolicy securityContext volumeMounts".split())
+TIMEOUT_S = 120
 
 
-class PodmanError(RuntimeError):
-    """Podman, or mount, has failed; the message is what it says."""
+def run(*command: str, check: bool = True, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+    assert not check or done.returncode == 0, f"{' '.join(command)}: status {done.returncode}: {done.stderr or done.stdout}"
+    return done
 
 
-async def run(*command: str, check: bool = True) -> tuple[int, str, str]:
-    """Runs a command: its status, stdout and stderr. It gets none of this program's signals, and SIGKILL when this is cancelled."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        # Podman would have systemd's timers ask what it knows of the probes; they are asked here.
-        env={**os.environ, "DISABLE_HC_SYSTEMD": "true"},
-    )
+def await_condition(condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S, period_s: float = 0.2) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(period_s)
+
+
+def for_podman(document: dict[str, Any], trainer_arguments: list[str]) -> dict[str, Any]:
+    """The manifest for `podman kube play`: the sidecar is a container, images are local, and the network is the host's."""
+    taken = copy.deepcopy(document)
+    spec = taken["spec"]
+    spec["containers"] += spec.pop("initContainers")
+    spec["hostNetwork"] = True
+    for container in spec["containers"]:
+        for field in ("restartPolicy", "ports", *PROBES):
+            container.pop(field, None)
+        container["image"] = f"localhost/{container['image'].split(':')[0]}:pod-test"
+        container["imagePullPolicy"] = "Never"
+        if container["name"] == TRAINER:
+            container["args"] = trainer_arguments
+    return taken
+
+
+def podman_name(name: str) -> str:
+    return f"trainer-{name}"  # the pod is called trainer
+
+
+def inspect(name: str) -> dict[str, Any]:
+    return json.loads(run("podman", "container", "inspect", podman_name(name)).stdout)[0]
+
+
+def wait(name: str, timeout_s: float = TIMEOUT_S) -> int:
+    """The exit status of a container that ends."""
+    return int(run("podman", "wait", podman_name(name), timeout_s=timeout_s).stdout)
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """The objects among the lines; a process that was killed may leave its last line cut."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{") and line.endswith("}")]
+
+
+@contextlib.contextmanager
+def made(document: dict[str, Any], folder: Path, trainer_arguments: list[str]) -> Iterator[None]:
+    """The pod's containers, none of which runs yet. Keeps their output at the end, and removes them."""
+    volumes = {volume["name"]: volume["emptyDir"] for volume in document["spec"]["volumes"]}
+    in_memory = {name: folder / "memory" / name for name, volume in volumes.items() if volume.get("medium") == "Memory"}
     try:
-        out, errors = (output.decode(errors="replace") for output in await process.communicate())
-    except asyncio.CancelledError:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        raise
-    status = await process.wait()
-    if check and status:
-        raise PodmanError(f"{' '.join(command)}: status {status}: {errors.strip() or out.strip()}")
-    return status, out, errors
-
-
-class Podman:
-    """The containers of one pod that podman has made; a pod_life.Runtime."""
-
-    def __init__(self, pod: str):
-        self._pod = pod
-
-    def _name(self, container: str) -> str:
-        return f"{self._pod}-{container}"
-
-    async def start(self, name: str) -> None:
-        await run("podman", "start", self._name(name))
-
-    async def wait(self, name: str) -> int:
-        return int((await run("podman", "wait", self._name(name)))[1])
-
-    async def execute(self, name: str, command: tuple[str, ...]) -> tuple[int, str]:
-        status, out, errors = await run("podman", "exec", self._name(name), *command, check=False)
-        return status, (out + errors).strip()
-
-    async def signal(self, name: str, signal: str) -> None:
-        status, _, errors = await run("podman", "kill", "--signal", signal, self._name(name), check=False)
-        if status and (await self.inspect(name))["State"]["Running"]:
-            raise PodmanError(f"podman kill --signal {signal} {self._name(name)}: {errors.strip()}")
-
-    async def inspect(self, name: str) -> dict[str, Any]:
-        return json.loads((await run("podman", "container", "inspect", self._name(name)))[1])[0]
-
-    async def keep_output(self, name: str, folder: Path) -> None:
-        """Writes the container's output and its description."""
-        _, out, errors = await run("podman", "logs", self._name(name))
-        (folder / f"{name}.out").write_text(out)
-        (folder / f"{name}.err").write_text(errors)
-        (folder / f"{name}.json").write_text(json.dumps(await self.inspect(name), indent=1) + "\n")
-
-
-def record(event: str, **details: Any) -> None:
-    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    print(json.dumps({"time": time, "event": event, **details}), flush=True)
-
-
-async def is_there(kind: str, name: str) -> bool:
-    """Whether podman has a pod or a volume of that name."""
-    return (await run("podman", kind, "exists", name, check=False))[0] == 0
-
-
-async def make(document: dict[str, Any], folder: Path) -> None:
-    """Has podman make the pod, nothing of which runs yet."""
-    for name, size_bytes in memory_volumes(document).items():
-        place = folder / "memory" / name
-        place.mkdir(parents=True)
-        await run("mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=0777,nosuid,nodev", "tmpfs", str(place))
-        # Podman takes a volume that is there for the emptyDir of its name.
-        await run("podman", "volume", "create", "--opt", "type=none", "--opt", "o=bind", "--opt", f"device={place}", name)
-    if document["spec"].get("hostNetwork"):
-        for container in document["spec"].get("initContainers", []) + document["spec"]["containers"]:
-            if "ports" in container:
-                record("ports_left_out", container=container["name"], ports=container["ports"])
-    manifest = folder / "podman.yaml"
-    manifest.write_text(yaml.safe_dump(for_podman(document), sort_keys=False))
-    await run("podman", "kube", "play", "--start=false", str(manifest))
-
-
-async def remove(document: dict[str, Any], folder: Path) -> None:
-    """Removes what is there of the pod, however far it has come."""
-    name = document["metadata"]["name"]
-    if await is_there("pod", name):
-        await run("podman", "pod", "rm", "--force", "--time", "0", name)
-    for volume in volumes(document):
-        if await is_there("volume", volume):
-            await run("podman", "volume", "rm", volume)
-    for volume in memory_volumes(document):
-        place = folder / "memory" / volume
-        if place.is_mount():
-            await run("umount", str(place))
-
-
-async def play(document: dict[str, Any], folder: Path) -> bool:
-    """Leads the pod through its whole life: whether it has succeeded."""
-    pod = read_pod(document)
-    for kind, names in (("pod", [pod.name]), ("volume", volumes(document))):
-        for name in names:
-            if await is_there(kind, name):
-                raise RefusedError(f"podman has a {kind} that is called {name}; it is not touched")
-    podman = Podman(pod.name)
-    life = PodLife(pod, podman, record)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, life.delete)
-    try:
-        await make(document, folder)
-        try:
-            return await life.run()
-        finally:
-            for name in (*(sidecar.name for sidecar in pod.sidecars), *pod.containers):
-                await podman.keep_output(name, folder)
+        for name, place in in_memory.items():
+            place.mkdir(parents=True)
+            size = manifests.quantity(volumes[name]["sizeLimit"])
+            run("mount", "-t", "tmpfs", "-o", f"size={size},mode=0777,nosuid,nodev", "tmpfs", str(place))
+            # Podman takes an existing volume for the emptyDir of that name.
+            run("podman", "volume", "create", "--opt", "type=none", "--opt", "o=bind", "--opt", f"device={place}", name)
+        (folder / "podman.yaml").write_text(yaml.safe_dump(for_podman(document, trainer_arguments)))
+        run("podman", "kube", "play", "--start=false", str(folder / "podman.yaml"))
+        yield
     finally:
-        await remove(document, folder)
+        for name in (SIDECAR, TRAINER):
+            done = run("podman", "logs", podman_name(name), check=False)
+            (folder / f"{name}.out").write_text(done.stdout)
+            (folder / f"{name}.err").write_text(done.stderr)
+        run("podman", "pod", "rm", "--force", "--time", "0", "trainer", check=False)
+        for name in volumes:
+            run("podman", "volume", "rm", "--force", name, check=False)
+        for place in in_memory.values():
+            run("umount", str(place), check=False)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Plays a pod with native sidecars with podman.")
-    parser.add_argument("manifest", type=Path, help="one v1 Pod")
-    parser.add_argument("folder", type=Path, help="a new folder for what is left of the pod")
+def probe(container: dict[str, Any], kind: str) -> bool:
+    fields = container[kind]
+    command = ["podman", "exec", podman_name(SIDECAR), *fields["exec"]["command"]]
+    return run(*command, check=False, timeout_s=fields["timeoutSeconds"]).returncode == 0
+
+
+def start_sidecar(sidecar: dict[str, Any]) -> None:
+    """Starts the sidecar, and returns when its startup probe passes."""
+    fields = sidecar["startupProbe"]
+    bound_s = fields["failureThreshold"] * fields["periodSeconds"]
+    run("podman", "start", podman_name(SIDECAR))
+    await_condition(lambda: probe(sidecar, "startupProbe"), "the startup probe fails", bound_s, fields["periodSeconds"])
+
+
+def kill_sidecar(sidecar: dict[str, Any], step: int) -> None:
+    """Kills the sidecar when the trainer has paused in the step, and starts it again. The trainer continues."""
+
+    def paused() -> bool:
+        return {"paused": step} in json_lines(run("podman", "logs", podman_name(TRAINER)).stdout)
+
+    await_condition(paused, "the trainer does not pause")
+    os.kill(inspect(SIDECAR)["State"]["Pid"], signal.SIGKILL)
+    assert wait(SIDECAR) == 128 + signal.SIGKILL
+    run("podman", "kill", "--signal", "USR1", podman_name(TRAINER))
+    start_sidecar(sidecar)
+
+
+def check_container(made: dict[str, Any], spec: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """The container is what the manifest says."""
+    security = spec["securityContext"]
+    assert made["Config"]["User"] == f"{security['runAsUser']}:{security['runAsGroup']}", made["Config"]["User"]
+    assert made["HostConfig"]["ReadonlyRootfs"] is wanted["securityContext"]["readOnlyRootFilesystem"] is True
+    assert "no-new-privileges" in made["HostConfig"]["SecurityOpt"], made["HostConfig"]["SecurityOpt"]
+    assert not made["EffectiveCaps"] and not made["BoundingCaps"], (made["EffectiveCaps"], made["BoundingCaps"])
+    assert made["HostConfig"]["Memory"] == manifests.quantity(wanted["resources"]["limits"]["memory"]), made["HostConfig"]["Memory"]
+    binds = {tuple(bind.split(":")[:2]) for bind in made["HostConfig"]["Binds"]}
+    assert binds == {(mount["name"], mount["mountPath"]) for mount in wanted["volumeMounts"]}, binds
+    if "args" in wanted:
+        assert made["Config"]["Cmd"] == wanted["args"], made["Config"]["Cmd"]
+    environment = {f"{variable['name']}={variable['value']}" for variable in wanted.get("env", [])}
+    assert environment <= set(made["Config"]["Env"]), made["Config"]["Env"]
+
+
+def check_losses(local: list[dict[str, Any]], remote: list[dict[str, Any]]) -> None:
+    """Every loss is that of the local server, bit for bit, and every row went through shared memory."""
+    assert len(local) == len(remote) == STEPS, (len(local), len(remote))
+    for here, there in zip(local, remote, strict=True):
+        assert here == there and there["transport"] == ["shared_memory"], (here, there)
+    assert remote[-1]["loss"] < 0.7 * remote[0]["loss"], "nothing was learned"
+
+
+def check_restart(log: list[dict[str, Any]], step: int) -> None:
+    """The sidecar's second life has the newest checkpoint of the head, which the trainer took."""
+    _, start = (number for number, line in enumerate(log) if line["event"] == "starting")
+    (restored,) = (line for line in log[start:] if line["event"] == "head_restored")
+    assert restored["checkpoint"] == f"step-{step - step % STEPS_PER_CHECKPOINT}", restored
+    assert any(line.get("method") == "TakeHead" and line["code"] == "OK" for line in log[start:]), "nothing took the head"
+
+
+def play(document: dict[str, Any], local: str, folder: Path, killed_in: int | None) -> None:
+    spec = document["spec"]
+    (sidecar,), (trainer,) = spec["initContainers"], spec["containers"]
+    assert (sidecar["name"], sidecar["restartPolicy"], trainer["name"]) == (SIDECAR, "Always", TRAINER)
+    assert spec.keys() <= POD_FIELDS and trainer.keys() <= CONTAINER_FIELDS, (spec.keys(), trainer.keys())
+    assert sidecar.keys() <= CONTAINER_FIELDS | set(PROBES), sidecar.keys()
+    with made(document, folder, [f"--pause_at={killed_in}"] if killed_in is not None else []):
+        start_sidecar(sidecar)
+        run("podman", "start", podman_name(TRAINER))
+        for container in (sidecar, trainer):
+            check_container(inspect(container["name"]), spec, container)
+        if killed_in is not None:
+            kill_sidecar(sidecar, killed_in)
+        assert probe(sidecar, "readinessProbe") and probe(sidecar, "livenessProbe")
+        assert wait(TRAINER) == 0
+        run("podman", "kill", "--signal", "TERM", podman_name(SIDECAR))
+        assert wait(SIDECAR, spec["terminationGracePeriodSeconds"]) == 0
+        started = datetime.datetime.fromisoformat(inspect(TRAINER)["State"]["StartedAt"])
+    log = json_lines((folder / f"{SIDECAR}.err").read_text())
+    served = datetime.datetime.fromisoformat(next(line["time"] for line in log if line["event"] == "serving"))
+    assert served < started, (served, started)
+    remote = json_lines((folder / f"{TRAINER}.out").read_text())
+    check_losses(json_lines(local), [line for line in remote if "paused" not in line])
+    if killed_in is not None:
+        check_restart(log, killed_in)
+    # The trainer's end has drained the sidecar, and nothing before has.
+    assert [line["checkpoint"] for line in log if line["event"] == "head_saved"][-1] == "drain"
+    assert (log[-1]["event"], log[-1]["clean"]) == ("drained", True), log[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("manifest", type=Path)
+    parser.add_argument("local", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kill_in_step", type=int, metavar="STEP")
     arguments = parser.parse_args()
-    try:
-        documents = [document for document in yaml.safe_load_all(arguments.manifest.read_text()) if document]
-        if len(documents) != 1:
-            raise RefusedError(f"{arguments.manifest} has {len(documents)} objects: exactly one Pod is played")
-        arguments.folder.mkdir(parents=True)
-        return 0 if asyncio.run(play(documents[0], arguments.folder.resolve())) else 1
-    except* (RefusedError, PodmanError, OSError) as group:
-        for error in group.exceptions:
-            print(f"play: {error}", file=sys.stderr)
-    return 2
+    arguments.folder.mkdir()
+    document = yaml.safe_load(arguments.manifest.read_text())
+    play(document, arguments.local.read_text(), arguments.folder.resolve(), arguments.kill_in_step)
+    print(f"{STEPS} losses equal those of a local server; drained with status 0")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
