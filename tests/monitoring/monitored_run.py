@@ -1,15 +1,10 @@
-#!/usr/bin/env python3
-"""A headwaterd that trains a little and is scraped by a real Prometheus, for tests and for the plot in the docs.
-
-monitored_run.py BUILD_DIR OUT.png [SECONDS]      # docs/monitoring.png: 90 seconds
-"""
+"""A headwaterd that trains a little and is scraped by a real Prometheus."""
 
 import contextlib
 import json
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -218,93 +213,3 @@ def monitored_training(binary: str):
         training.start()
         stack.callback(training.stop)
         yield server, prometheus, training
-
-
-# Each panel: title, unit's name, factor, expressions with their legends.
-PLOTS = [
-    (
-        "Tokens a second",
-        1,
-        [("sum by (loss) (rate(headwater_tokens_total[10s]))", "{loss}")],
-    ),
-    (
-        "Micro-batches a second, by outcome",
-        1,
-        [("sum by (outcome) (rate(headwater_micro_batches_total[10s])) > 0", "{outcome}")],
-    ),
-    (
-        "A micro-batch on average, ms",
-        1000,
-        [
-            (f"rate(headwater_{phase}_seconds_sum[10s]) / rate(headwater_{phase}_seconds_count[10s])", phase)
-            for phase in ("upload", "queue", "compute", "download", "commit")
-        ],
-    ),
-    (
-        "Tensor bytes a second, MB",
-        1e-6,
-        [("sum by (transport, direction) (rate(headwater_bytes_total[10s])) > 0", "{transport} {direction}")],
-    ),
-    (
-        "Utilisation of the floor, and share of the time that is busy",
-        1,
-        [
-            (
-                "rate(headwater_product_flops_total[10s]) / rate(headwater_compute_busy_seconds_total[10s])"
-                " / headwater_product_flops_per_second",
-                "of the floor",
-            ),
-            ("rate(headwater_compute_busy_seconds_total[10s])", "busy"),
-        ],
-    ),
-    (
-        "Memory, MB",
-        1e-6,
-        [
-            ("process_resident_memory_bytes", "resident"),
-            ('headwater_memory_planned_bytes{purpose="workspace"}', "planned, workspace"),
-            ('sum(headwater_memory_planned_bytes{purpose!="workspace"})', "planned, heads"),
-        ],
-    ),
-]
-
-
-def plot(prometheus: Prometheus, start: float, end: float, path: Path) -> int:
-    """Draws what Prometheus has from `start` to `end`, in seconds since 1970; the number of curves."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(3, 2, figsize=(11, 8.5), dpi=64, layout="constrained")
-    curves = 0
-    for axis, (title, factor, queries) in zip(axes.flat, PLOTS, strict=True):
-        for expression, legend in queries:
-            for series in prometheus.get("query_range", query=expression, start=start, end=end, step=1)["result"]:
-                points = [(float(when) - start, float(value) * factor) for when, value in series["values"]]
-                axis.plot(*zip(*points, strict=True), label=legend.format(**series["metric"]), linewidth=1.2)
-                curves += 1
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("seconds", fontsize=8)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-        axis.tick_params(labelsize=8)
-        axis.legend(fontsize=7)
-    figure.savefig(path)
-    pyplot.close(figure)
-    return curves
-
-
-def main() -> int:
-    build, out = sys.argv[1:3]
-    seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 90
-    with monitored_training(f"{build}/bin/headwaterd") as (_, prometheus, training):
-        start = time.time()
-        time.sleep(seconds)
-        curves = plot(prometheus, start + 15, time.time(), Path(out))
-        print(f"{training.steps} steps, {curves} curves, {out}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

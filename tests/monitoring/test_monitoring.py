@@ -1,6 +1,5 @@
 """Metrics, rules and dashboard against each other, and all of them against a real Prometheus that scrapes a real server."""
 
-import importlib.util
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # whatever the working directory is
 
-from monitored_run import ROOT, RULES, SCRAPE_INTERVAL_S, await_condition, find_prometheus, monitored_training, plot
+from monitored_run import ROOT, RULES, await_condition, find_prometheus, monitored_training
 
 MONITORING = ROOT / "deploy" / "monitoring"
 RULE_TESTS = Path(__file__).resolve().parent / "headwater.rules.test.yaml"
@@ -62,15 +61,6 @@ def test_generated_files_are_as_generated():
     subprocess.run([sys.executable, MONITORING / "generate.py", "--check"], check=True)
 
 
-def test_generating_finds_a_change(tmp_path):
-    spec = importlib.util.spec_from_file_location("generate", MONITORING / "generate.py")
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    generate.FOLDER = tmp_path
-    (tmp_path / "headwater.rules.yaml").write_text("groups:\n  # a comment\n  - name: x\n")
-    assert generate.prometheus_rule().endswith("spec:\n  groups:\n    - name: x\n")
-
-
 def test_rules_and_dashboard_use_documented_metrics_only():
     known = documented()
     assert len(known) > 40
@@ -115,12 +105,8 @@ def test_rules_hold_what_their_tests_say():
 
 
 @needs_prometheus
-def test_a_real_prometheus_sees_a_real_run(tmp_path):
-    build = os.environ.get("HEADWATER_BUILD_DIR")
-    binary = os.environ.get("HEADWATERD") or (build and f"{build}/bin/headwaterd")
-    if not binary:
-        pytest.fail("set HEADWATERD to headwaterd, or HEADWATER_BUILD_DIR to a build with bin/headwaterd", pytrace=False)
-    with monitored_training(binary) as (server, prometheus, training):
+def test_a_real_prometheus_sees_a_real_run():
+    with monitored_training(f"{os.environ['HEADWATER_BUILD_DIR']}/bin/headwaterd") as (server, prometheus, training):
         promtool("check", "config", prometheus.config)
         # Conventions of names and units, of what is really served.
         assert promtool("check", "metrics", text=server.scrape()).strip() == ""
@@ -165,8 +151,3 @@ def test_a_real_prometheus_sees_a_real_run(tmp_path):
         )
         assert len(rules) == RULES.read_text().count("- record: ") + len(alert_names())
         assert prometheus.query('ALERTS{alertstate="firing"}') == []
-
-        now = float(prometheus.query("time()")[1])
-        image = tmp_path / "plot.png"
-        assert plot(prometheus, now - 20 * SCRAPE_INTERVAL_S, now, image) >= 15
-        assert image.read_bytes().startswith(b"\x89PNG") and image.stat().st_size > 10000
