@@ -65,22 +65,18 @@ def call(work):
         except HeadwaterError as error:
             {}
 """
+SLEEP = "import time\n\n\ndef call():\n    for _ in range(9):\n\n        time.sleep(1)\n"
 
 
-@pytest.mark.parametrize("action", ["pass", "last = error", "if error.fatal:\n                raise"])
-def test_a_loop_that_goes_on_after_an_error_is_found(tmp_path, action):
-    (error,) = check(tmp_path, _head=RETRY.format(action))
+@pytest.mark.parametrize("text", [SLEEP, *map(RETRY.format, ["pass", "last = error", "if error.fatal:\n                raise"])])
+def test_a_loop_that_sleeps_or_continues_after_an_error_is_found(tmp_path, text):
+    (error,) = check(tmp_path, _head=text)
     assert "_head.py:7: call repeats" in error
 
 
 @pytest.mark.parametrize("action", ["raise", "return None", "break"])
 def test_a_loop_that_ends_with_an_error_passes(tmp_path, action):
     assert check(tmp_path, _head=RETRY.format(action)) == []
-
-
-def test_a_loop_that_sleeps_is_found(tmp_path):
-    (error,) = check(tmp_path, _head="import time\ndef wait():\n    for _ in range(9):\n        time.sleep(1)\n")
-    assert "_head.py:4: wait repeats" in error
 
 
 def test_loops_of_the_application_pass(tmp_path):

@@ -15,65 +15,50 @@ GTEST = """<testsuites><testsuite>
   <testcase name="DISABLED_ChildOfA" status="notrun" result="suppressed"/>
   {more}
 </testsuite></testsuites>"""
-FAILED = '<testcase name="D" status="run" result="completed"><failure message="x"/></testcase>'
+PASSED = GTEST.format(more="")
+FAILED = GTEST.format(more='<testcase name="D" status="run" result="completed"><failure message="x"/></testcase>')
+CUT = "<testsuites><testsu"
+PYTEST = (
+    '<testsuites><testsuite><testcase name="a"/><testcase name="b"><error/></testcase><testcase name="c"><failure/></testcase>'
+    '<testcase name="d"><skipped/></testcase></testsuite></testsuites>'
+)
 
 
-def ctest(tmp_path, status, gtest=None):
-    report = tmp_path / "ctest.xml"
-    report.write_text(f'<testsuite><testcase name="one" status="{status}"/></testsuite>')
+def counted(monkeypatch, capsys, *arguments) -> str:
+    monkeypatch.setattr(sys, "argv", ["count_results.py", *map(str, arguments)])
+    assert count_results.main() == 0
+    return capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(
+    ("status", "gtest", "counts"),
+    [
+        ("run", PASSED, "1 0 2"),
+        ("fail", FAILED, "1 1 2"),
+        # A program that fails without a failed case.
+        ("fail", None, "0 1 0"),
+        ("fail", CUT, "0 1 0"),
+        ("fail", PASSED, "1 1 2"),
+        # One that is not of GoogleTest, one that could not be started, and one that is disabled.
+        ("run", None, "1 0 0"),
+        ("notrun", None, "0 1 0"),
+        ("disabled", None, "0 0 1"),
+    ],
+)
+def test_programs_of_ctest_and_their_cases_are_counted(tmp_path, monkeypatch, capsys, status, gtest, counts):
+    (tmp_path / "ctest.xml").write_text(f'<testsuite><testcase name="one" status="{status}"/></testsuite>')
     if gtest is not None:
         (tmp_path / "one.xml").write_text(gtest)
-    return count_results.count_ctest(report, tmp_path)
+    assert counted(monkeypatch, capsys, "--ctest", tmp_path / "ctest.xml", tmp_path) == counts
 
 
-def test_cases_of_a_program_are_counted(tmp_path):
-    assert ctest(tmp_path, "run", GTEST.format(more="")) == {"passed": 1, "skipped": 2}
+def test_pytest_errors_are_failures_and_reports_are_added(tmp_path, monkeypatch, capsys):
+    (tmp_path / "pytest.xml").write_text(PYTEST)
+    assert counted(monkeypatch, capsys, "--pytest", tmp_path / "pytest.xml", tmp_path / "pytest.xml") == "2 4 2"
 
 
-def test_a_failed_case_is_counted_once(tmp_path):
-    counts = ctest(tmp_path, "fail", GTEST.format(more=FAILED))
-    assert (counts["passed"], counts["failed"]) == (1, 1)
-
-
-@pytest.mark.parametrize("gtest", [None, "<testsuites><testsu", GTEST.format(more="")])
-def test_a_program_that_fails_without_a_failed_case_is_a_failure(tmp_path, gtest):
-    assert ctest(tmp_path, "fail", gtest)["failed"] == 1
-
-
-def test_a_program_that_could_not_be_started_is_a_failure(tmp_path):
-    assert ctest(tmp_path, "notrun") == {"failed": 1}
-
-
-def test_a_program_that_is_no_googletest_counts_as_one(tmp_path):
-    assert ctest(tmp_path, "run") == {"passed": 1}
-
-
-def test_a_disabled_test_is_skipped(tmp_path):
-    assert ctest(tmp_path, "disabled") == {"skipped": 1}
-
-
-def test_pytest_errors_are_failures(tmp_path):
-    report = tmp_path / "pytest.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><error/></testcase><testcase name="c"><failure/></testcase>'
-        '<testcase name="d"><skipped/></testcase></testsuite></testsuites>'
-    )
-    assert count_results.count_pytest(report) == {"passed": 1, "failed": 2, "skipped": 1}
-
-
-def test_several_pytest_reports_are_added(tmp_path, monkeypatch, capsys):
-    for name in ("a.xml", "b.xml"):
-        (tmp_path / name).write_text('<testsuite><testcase name="a"/><testcase name="b"><error/></testcase></testsuite>')
-    monkeypatch.setattr(sys, "argv", ["count_results.py", "--pytest", str(tmp_path / "a.xml"), str(tmp_path / "b.xml")])
-    assert count_results.main() == 0
-    assert capsys.readouterr().out.strip() == "2 2 0"
-
-
-@pytest.mark.parametrize(("gtest", "expected"), [(GTEST.format(more=FAILED), "1 1 2"), (None, "0 1 0"), ("<testsuites/>", "0 1 0")])
-def test_a_single_program_is_counted_and_must_have_run_something(tmp_path, monkeypatch, capsys, gtest, expected):
-    report = tmp_path / "one.xml"
+@pytest.mark.parametrize(("gtest", "counts"), [(FAILED, "1 1 2"), (None, "0 1 0"), ("<testsuites/>", "0 1 0")])
+def test_a_single_program_is_counted_and_must_have_run_something(tmp_path, monkeypatch, capsys, gtest, counts):
     if gtest is not None:
-        report.write_text(gtest)
-    monkeypatch.setattr(sys, "argv", ["count_results.py", "--gtest", str(report)])
-    assert count_results.main() == 0
-    assert capsys.readouterr().out.strip() == expected
+        (tmp_path / "one.xml").write_text(gtest)
+    assert counted(monkeypatch, capsys, "--gtest", tmp_path / "one.xml") == counts
