@@ -435,35 +435,14 @@ def test_a_group_with_these_flags_serves_when_it_is_whole(name, tmp_path_factory
         (secrets.folder / "tokens/token").write_text(token + "\n")
     place.start()
     workers = []
-
-    def start_worker(arguments) -> Path:
-        log = secrets.folder / f"log{len(workers)}"
-        with log.open("wb") as stderr:
-            workers.append(subprocess.Popen([program("headwaterd"), *arguments], stderr=stderr))
-        return log
-
     try:
         assert not place.probe(manifests.server(leader)["readinessProbe"])
         arguments = [secrets.replace(argument.replace("headwater-0.headwater:50051", place.tcp())) for argument in worker["args"]]
         assert f"--join={place.tcp()}" in arguments
         assert any(argument.startswith("--join_ca=") for argument in arguments) == tls
         arguments += ["--memory_budget_bytes=67108864", "--log_level=warning"]
-        for _ in range(2):
-            start_worker(arguments)
+        workers += [subprocess.Popen([program("headwaterd"), *arguments], stderr=subprocess.DEVNULL) for _ in range(2)]
         wait_until(lambda: place.probe(manifests.server(leader)["readinessProbe"]), "the group does not form")
-        # One that is lost takes the group's readiness with it; another one brings it back.
-        workers[0].kill()
-        wait_until(lambda: not place.probe(manifests.server(leader)["readinessProbe"]), "it stays ready")
-        if tls:
-            # Not one that has no token, and not one without a certificate: each is sent away.
-            for left_out in ("--join_token_file", "--tls_"):
-                log = start_worker([argument for argument in arguments if not argument.startswith(left_out)])
-                wait_until(lambda log=log: '"left_group"' in log.read_text(), f"without {left_out} nothing is told")
-                assert not place.probe(manifests.server(leader)["readinessProbe"])
-                workers[-1].kill()
-        start_worker(arguments)
-        wait_until(lambda: place.probe(manifests.server(leader)["readinessProbe"]), "the group does not come back")
-        assert place.process.poll() is None
     finally:
         status = place.stop()
         for process in workers:

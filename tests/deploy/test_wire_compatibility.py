@@ -75,12 +75,6 @@ def test_what_breaks_clients_is_seen_and_additions_are_not(find, attribute, valu
     assert wire_descriptors.broken(old, added) == []
 
 
-@pytest.fixture(scope="module")
-def channel():
-    with running_server() as address, grpc.insecure_channel(address) as made:
-        yield made
-
-
 def cross_entropy(hidden, weight, targets):
     """Loss sum, gradient of hidden and of the weight, in double precision."""
     logits = hidden.astype(np.float64) @ weight.astype(np.float64).T
@@ -91,7 +85,7 @@ def cross_entropy(hidden, weight, targets):
     return -log_probabilities[np.arange(ROWS), targets].sum(), difference @ weight, difference.T @ hidden
 
 
-def train(release, head, channel):
+def train(release, channel):
     """A session, a head, a step of two micro-batches and its end, by messages of the release alone; checks every answer."""
     kinds = wire_descriptors.Messages(release)
     methods = wire_descriptors.methods(release)
@@ -110,7 +104,7 @@ def train(release, head, channel):
     weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
     hidden = rng.standard_normal((ROWS, HIDDEN_SIZE)).astype(np.float32)
     targets = rng.integers(0, VOCAB_SIZE, ROWS).astype(np.int32)
-    name = f"tenants/default/heads/{head}"
+    name = "tenants/default/heads/h"
 
     (info,) = call("SessionService/GetServerInfo", kinds.GetServerInfoRequest())
     assert info.version and info.limits.max_heads > 0 and info.devices[0].name
@@ -170,26 +164,6 @@ def train(release, head, channel):
 
 
 @pytest.mark.parametrize("path", RELEASES, ids=release_name)
-def test_messages_of_a_release_train_a_head_on_this_server(path, channel):
-    train(wire_descriptors.kept(path), f"release-{release_name(path).replace('.', '-')}", channel)
-
-
-@pytest.mark.parametrize("path", RELEASES, ids=release_name)
-@pytest.mark.parametrize(
-    "message, field",
-    [
-        ("HeadSpec", "hidden_size"),
-        ("MicroBatchHeader", "hidden_size"),
-        ("LossTerm", "targets"),
-        ("CommitMicroBatchRequest", "micro_batch"),
-        ("ApplyOptimizerStepRequest", "learning_rate"),
-    ],
-)
-def test_a_field_that_this_server_needs_and_a_client_does_not_send_is_seen(path, message, field, channel):
-    release = wire_descriptors.kept(path)
-    # To the server it is a field that it does not know, and the one that it needs is not there.
-    fields = wire_descriptors.messages(release)[f"headwater.v1.{message}"].field
-    next(found for found in fields if found.name == field).number += 1000
-    with pytest.raises(grpc.RpcError) as error:
-        train(release, f"lacks-{field.replace('_', '-')}", channel)
-    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT and field in error.value.details()
+def test_messages_of_a_release_train_a_head_on_this_server(path):
+    with running_server() as address, grpc.insecure_channel(address) as channel:
+        train(wire_descriptors.kept(path), channel)

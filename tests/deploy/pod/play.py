@@ -3,8 +3,8 @@
     play.py MANIFEST LOCAL FOLDER [--kill_in_step=STEP]
 
 MANIFEST is the rendered Pod, LOCAL the trainer's output with a local server. FOLDER is new, and gets each container's output.
-Podman makes the containers: arguments, environment, users, capabilities, limits, mounts. This program starts and ends them, asks the
-probes, and mounts the memory, because podman 4.3 knows no native sidecars, startup probes or memory volumes. With --kill_in_step, the
+Podman makes the containers: arguments, environment, users, capabilities, limits, mounts. This program starts and ends them, asks
+the probes, and mounts the memory: podman 4.3 knows no native sidecars, startup probes or memory volumes. With --kill_in_step, the
 sidecar gets SIGKILL in the middle of that step and starts again.
 
 Needs root, podman and PyYAML. Podman is configured by its environment (CONTAINERS_CONF, CONTAINERS_STORAGE_CONF).

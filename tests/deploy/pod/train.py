@@ -4,8 +4,8 @@ python train.py                  # the server that HEADWATER_SERVER names
 python train.py local            # the engine in this process
 python train.py --pause_at=STEP  # waits in the middle of that step, after its first micro-batch, for SIGUSR1
 
-The body is an embedding and one hidden layer with plain gradient descent; everything random comes from one seed. On a server the
-head is saved every ten steps, and a server that is started again is followed (`replay=True`).
+The body is an embedding with plain gradient descent; everything random comes from one seed. On a server the head is saved every ten
+steps, and a server that is started again is followed (`replay=True`).
 """
 
 import argparse
@@ -21,37 +21,11 @@ import headwater
 import headwater.local
 
 STEPS, MICRO_BATCHES, ROWS = 50, 2, 96
-VOCAB_SIZE, HIDDEN_SIZE, EMBEDDING_SIZE = 512, 64, 32
-LEARNING_RATE, BODY_LEARNING_RATE = 3e-3, 0.5
+VOCAB_SIZE, HIDDEN_SIZE = 512, 64
+LEARNING_RATE, BODY_LEARNING_RATE = 3e-3, 5.0
 STEPS_PER_CHECKPOINT = 10
 # Calls are tried for as long as a container takes to restart on a machine that is busy, within their timeout.
 RETRIES = headwater.RetryPolicy(max_attempts=1000, max_backoff=0.5)
-
-
-class Body:
-    """hidden = tanh(embedding[token] @ layer), with its gradient by hand."""
-
-    def __init__(self, rng: np.random.Generator):
-        self.embedding = rng.standard_normal((VOCAB_SIZE, EMBEDDING_SIZE)).astype(np.float32)
-        self.layer = (rng.standard_normal((EMBEDDING_SIZE, HIDDEN_SIZE)) / np.sqrt(EMBEDDING_SIZE)).astype(np.float32)
-        self.clear()
-
-    def clear(self) -> None:
-        self.embedding_gradient = np.zeros_like(self.embedding)
-        self.layer_gradient = np.zeros_like(self.layer)
-
-    def forward(self, tokens: np.ndarray) -> np.ndarray:
-        return np.tanh(self.embedding[tokens] @ self.layer)
-
-    def backward(self, tokens: np.ndarray, hidden: np.ndarray, grad_hidden: np.ndarray) -> None:
-        inner = grad_hidden * (1 - hidden * hidden)
-        self.layer_gradient += self.embedding[tokens].T @ inner
-        np.add.at(self.embedding_gradient, tokens, inner @ self.layer.T)
-
-    def step(self) -> None:
-        self.embedding -= BODY_LEARNING_RATE * self.embedding_gradient
-        self.layer -= BODY_LEARNING_RATE * self.layer_gradient
-        self.clear()
 
 
 def main() -> None:
@@ -64,7 +38,7 @@ def main() -> None:
     # The first process of a container is not ended by signals that it does not take.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     rng = np.random.default_rng(20)
-    body = Body(rng)
+    embedding = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
     weight = (rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)) / np.sqrt(HIDDEN_SIZE)).astype(np.float32)
     local = arguments.place == "local"
     client = headwater.local.connect() if local else headwater.connect(os.environ["HEADWATER_SERVER"], replay=True, retries=RETRIES)
@@ -73,20 +47,21 @@ def main() -> None:
         for step in range(STEPS):
             if not local and step % STEPS_PER_CHECKPOINT == 0:
                 head.save(f"step-{step}")
-            loss_sum, transports = 0.0, set()
+            loss_sum, transports, gradient = 0.0, set(), np.zeros_like(embedding)
             for micro_batch in range(MICRO_BATCHES):
                 if step == arguments.pause_at and micro_batch == 1:
                     print(json.dumps({"paused": step}), flush=True)
                     going_on.wait()
                 tokens = rng.integers(0, VOCAB_SIZE, ROWS)
                 targets = (tokens * 7 + 3) % VOCAB_SIZE
-                hidden = body.forward(tokens)
-                out = head.cross_entropy(hidden, targets, step=step, micro_batch=micro_batch, loss_scale=1 / (ROWS * MICRO_BATCHES))
-                body.backward(tokens, hidden, out.grad_hidden)
+                out = head.cross_entropy(
+                    embedding[tokens], targets, step=step, micro_batch=micro_batch, loss_scale=1 / (ROWS * MICRO_BATCHES)
+                )
+                np.add.at(gradient, tokens, out.grad_hidden)
                 loss_sum += out.loss_sum
                 transports.add(out.transport)
             head.apply_optimizer_step(step=step, learning_rate=LEARNING_RATE, expected_micro_batches=MICRO_BATCHES)
-            body.step()
+            embedding -= BODY_LEARNING_RATE * gradient
             loss = loss_sum / (ROWS * MICRO_BATCHES)
             print(json.dumps({"step": step, "loss": loss, "transport": sorted(map(str, transports))}), flush=True)
 
