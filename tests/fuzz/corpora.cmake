@@ -11,22 +11,17 @@ target_include_directories(headwater_fuzz_proto SYSTEM PUBLIC ${CMAKE_CURRENT_BI
 target_link_libraries(headwater_fuzz_proto PUBLIC headwater_proto)
 find_package(nlohmann_json REQUIRED)
 headwater_library(headwater_fuzz_messages
-  SOURCES support/lenient_json.cc support/message_input.cc support/message_mutator.cc support/safetensors_file.cc
+  SOURCES support/json_file.cc support/message_input.cc support/message_mutator.cc
   DEPS headwater_fuzz_proto nlohmann_json::nlohmann_json)
-# Alone, because its own test is all that the TSan build has of this.
-headwater_library(headwater_fuzz_leak_check
-  SOURCES support/leak_check.cc
-  DEPS headwater_kernels_core)
 headwater_library(headwater_fuzz_sequence
   SOURCES support/acknowledged.cc support/known_state.cc support/sequence_client.cc
-  DEPS headwater_fuzz_leak_check headwater_fuzz_messages headwater_wire_test_support
+  DEPS headwater_fuzz_messages headwater_wire_test_support
   PRIVATE_DEPS absl::strings)
 
 add_library(headwater_fuzz_corpus_test OBJECT corpus_test.cc)
 target_link_libraries(headwater_fuzz_corpus_test PRIVATE headwater_build_flags GTest::gtest)
 headwater_test_code(headwater_fuzz_corpus_test)
 target_compile_definitions(headwater_fuzz_corpus_test PRIVATE HEADWATER_FUZZ_DIRECTORY="${CMAKE_CURRENT_SOURCE_DIR}")
-headwater_test_code(headwater_fuzz_leak_check)
 headwater_test_code(headwater_fuzz_sequence)
 # A parser has no threads for TSan to watch, and libFuzzer's program gives it to ASan.
 set(targets rpc_sequence)
@@ -45,7 +40,6 @@ foreach(target ${targets})
   # chunk_response reads a header that is the client's own.
   target_include_directories(fuzz_${target}_test PRIVATE ${PROJECT_SOURCE_DIR}/client/core/include)
 endforeach()
-headwater_test(fuzz_leak_check_test LABELS unit SOURCES leak_check_test.cc DEPS headwater_fuzz_leak_check)
 if(TARGET fuzz_algorithm_cache_test)
   # Of the CUDA engine, which is not built everywhere.
   target_sources(fuzz_algorithm_cache_test PRIVATE ${PROJECT_SOURCE_DIR}/kernels/cuda/products/algorithm_cache.cc)

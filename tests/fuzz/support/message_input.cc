@@ -24,15 +24,14 @@ bool ReadMessageInput(const uint8_t* data, size_t size, google::protobuf::Messag
   Silent silent;
   google::protobuf::TextFormat::Parser parser;
   parser.RecordErrorsTo(&silent);
-  // The '#' begins a comment, so the whole input is text.
-  return parser.ParseFromString(std::string(reinterpret_cast<const char*>(data), size), message);
+  return parser.ParseFromString(std::string(reinterpret_cast<const char*>(data) + 1, size - 1), message);
 }
 
 std::string WriteMessageInput(const google::protobuf::Message& message, bool text) {
   if (!text) return message.SerializeAsString();
   std::string bytes;
   google::protobuf::TextFormat::PrintToString(message, &bytes);
-  return "#\n" + bytes;
+  return "#" + bytes;
 }
 
 }  // namespace headwater::fuzz

@@ -85,7 +85,7 @@ std::string NewToken(const std::string& path) {
   static const transport::FileDescriptor memory = MakeMemory(/*sealed=*/true);
   const transport::FileDescriptor client = ConnectTo(path);
   std::array<char, 512> answer{};
-  if (!SendPacket(client.get(), DescriptorPacket(), {memory.get()})) return "";
+  if (!SendPacket(client.get(), testing::DescriptorRequest(kMemoryBytes), {memory.get()})) return "";
   const ssize_t bytes = ReceiveAnswer(client.get(), answer.data(), answer.size());
   return bytes >= 40 ? std::string(answer.data() + 8, 32) : "";
 }

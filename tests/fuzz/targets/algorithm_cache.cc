@@ -10,9 +10,9 @@
 #include <string_view>
 
 #include "tests/fuzz/support/check.h"
-#include "tests/fuzz/support/lenient_json.h"
-#include "tests/fuzz/support/scratch_directory.h"
+#include "tests/fuzz/support/json_file.h"
 #include "tests/fuzz/support/target.h"
+#include "tests/unit/server/temporary_directory.h"
 
 namespace headwater::fuzz {
 namespace {
@@ -64,7 +64,7 @@ void CheckKeys(const cuda::AlgorithmCache& cache, const nlohmann::json& root, co
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
   using headwater::cuda::AlgorithmCache;
-  static const ScratchDirectory directory;
+  static const headwater::testing::TemporaryDirectory directory;
   static const std::string path = directory.path() + "/algorithms";
   InputReader input(data, size);
   const std::string text = input.Rest();

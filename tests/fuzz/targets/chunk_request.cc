@@ -1,13 +1,11 @@
 // The server's hand-written parser of chunks against protobuf's own. Input: a byte that says how the message is cut into slices,
 // then the message.
-#include <cstring>
 #include <string>
 #include <vector>
 
 #include "headwater/v1/loss_service.pb.h"
 #include "server/service/request/chunk_codec.h"
 #include "tests/fuzz/support/check.h"
-#include "tests/fuzz/support/slices.h"
 #include "tests/fuzz/support/target.h"
 #include "tests/fuzz/support/wire_form.h"
 
@@ -31,22 +29,6 @@ bool MustTake(const std::string& message) {
     chunk = true;
   }
   return chunk;
-}
-
-std::string DataOf(const v1::ChunkView& chunk) {
-  std::string data(static_cast<size_t>(chunk.data_bytes), '\0');
-  v1::CopySpans(chunk.data, reinterpret_cast<uint8_t*>(data.data()));
-  return data;
-}
-
-void ExpectSame(const v1::ChunkView& chunk, const v1::RowChunk& expected) {
-  FUZZ_CHECK(chunk.role == static_cast<int32_t>(expected.role()));
-  FUZZ_CHECK(chunk.term_index == expected.term_index());
-  FUZZ_CHECK(chunk.row_start == expected.row_start());
-  FUZZ_CHECK(chunk.row_count == expected.row_count());
-  FUZZ_CHECK(chunk.data_bytes == static_cast<int64_t>(expected.data().size()));
-  for (const v1::ByteSpan& span : chunk.data) FUZZ_CHECK(!span.empty());
-  FUZZ_CHECK(DataOf(chunk) == expected.data());
 }
 
 template <typename Message>

@@ -6,7 +6,6 @@
 #include "client/core/rows/transfer/chunk_wire.h"
 #include "headwater/v1/loss_service.pb.h"
 #include "tests/fuzz/support/check.h"
-#include "tests/fuzz/support/slices.h"
 #include "tests/fuzz/support/target.h"
 #include "tests/fuzz/support/wire_form.h"
 
@@ -16,18 +15,6 @@ namespace {
 using client::internal::DecodedResponse;
 
 constexpr int kSummaryField = 2;
-
-void ExpectSameChunk(const DecodedResponse& decoded, const v1::RowChunk& expected) {
-  FUZZ_CHECK(decoded.has_chunk);
-  FUZZ_CHECK(decoded.chunk.role == expected.role());
-  FUZZ_CHECK(decoded.chunk.term_index == expected.term_index());
-  FUZZ_CHECK(decoded.chunk.row_start == expected.row_start());
-  FUZZ_CHECK(decoded.chunk.row_count == expected.row_count());
-  FUZZ_CHECK(decoded.chunk.data_bytes == static_cast<int64_t>(expected.data().size()));
-  std::string rows(expected.data().size(), '\0');
-  v1::CopySpans(decoded.chunk.data, reinterpret_cast<uint8_t*>(rows.data()));
-  FUZZ_CHECK(rows == expected.data());
-}
 
 void CheckResponse(const std::string& bytes, const grpc::ByteBuffer& message) {
   const absl::StatusOr<DecodedResponse> decoded = client::internal::DecodeResponse(message);
@@ -45,14 +32,14 @@ void CheckResponse(const std::string& bytes, const grpc::ByteBuffer& message) {
       // Without a summary both types of message are the same bytes.
       FUZZ_CHECK(parsed && stripe.ParseFromString(bytes));
       FUZZ_CHECK(stripe.has_chunk() == decoded->has_chunk);
-      if (stripe.has_chunk()) ExpectSameChunk(*decoded, stripe.chunk());
+      if (stripe.has_chunk()) ExpectSame(decoded->chunk, stripe.chunk());
     }
   }
   // A summary in pieces, or one that a chunk replaces, is none that an encoder makes; and one that cannot be read is found later.
   if (!decoded.ok() || !parsed || summaries > 1) return;
   FUZZ_CHECK(decoded->has_chunk == expected.has_chunk());
   FUZZ_CHECK(decoded->summary.has_value() == expected.has_summary());
-  if (expected.has_chunk()) ExpectSameChunk(*decoded, expected.chunk());
+  if (expected.has_chunk()) ExpectSame(decoded->chunk, expected.chunk());
   if (expected.has_summary()) {
     v1::MicroBatchSummary summary;
     FUZZ_CHECK(summary.ParseFromString(*decoded->summary));

@@ -9,8 +9,8 @@
 #include "server/transport/descriptor_socket.h"
 #include "tests/fuzz/support/check.h"
 #include "tests/fuzz/support/descriptor_client.h"
-#include "tests/fuzz/support/scratch_directory.h"
 #include "tests/fuzz/support/target.h"
+#include "tests/unit/server/temporary_directory.h"
 
 namespace headwater::fuzz {
 namespace {
@@ -18,7 +18,7 @@ namespace {
 using transport::FileDescriptor;
 
 transport::DescriptorSocket& Socket() {
-  static const ScratchDirectory directory;
+  static const testing::TemporaryDirectory directory;
   static const std::unique_ptr<transport::DescriptorSocket> socket = [] {
     return *transport::DescriptorSocket::Listen(transport::DescriptorSocketOptions{.path = directory.path() + "/socket"});
   }();
@@ -51,7 +51,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   namespace transport = headwater::transport;
   InputReader input(data, size);
   const uint8_t what = input.Byte();
-  const size_t count = what % (kMaxSentDescriptors + 1);
+  const size_t count = what % 4;
   const int kind = what / 4 % 3;
   const std::string packet = input.Rest();
   transport::DescriptorSocket& socket = Socket();

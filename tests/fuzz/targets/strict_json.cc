@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "tests/fuzz/support/check.h"
-#include "tests/fuzz/support/lenient_json.h"
+#include "tests/fuzz/support/json_file.h"
 #include "tests/fuzz/support/target.h"
 
 namespace headwater::fuzz {

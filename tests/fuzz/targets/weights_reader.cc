@@ -15,10 +15,10 @@
 
 #include "server/transport/file_descriptor.h"
 #include "tests/fuzz/support/check.h"
-#include "tests/fuzz/support/safetensors_file.h"
-#include "tests/fuzz/support/scratch_directory.h"
+#include "tests/fuzz/support/json_file.h"
 #include "tests/fuzz/support/target.h"
 #include "tests/fuzz/support/uninterrupted.h"
+#include "tests/unit/server/temporary_directory.h"
 
 namespace headwater::fuzz {
 namespace {
@@ -75,7 +75,7 @@ class Folders {
   }
 
  private:
-  const ScratchDirectory directory_;
+  const testing::TemporaryDirectory directory_;
   const std::string root_;
   const std::string index_path_ = root_ + "/i/model.safetensors.index.json";
   transport::FileDescriptor model_;

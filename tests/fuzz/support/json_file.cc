@@ -1,11 +1,11 @@
-#include "tests/fuzz/support/safetensors_file.h"
+#include "tests/fuzz/support/json_file.h"
 
 #include <algorithm>
 #include <cstdint>
 
-#include "tests/fuzz/support/lenient_json.h"
-
 namespace headwater::fuzz {
+
+nlohmann::json ParseLeniently(const std::string& text) { return nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false); }
 
 std::string SafetensorsFile(const std::string& header, char fill) {
   std::string bytes;
