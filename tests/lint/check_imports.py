@@ -4,6 +4,7 @@ Every import counts: one under TYPE_CHECKING and one inside a function are parts
 """
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "headwater"
@@ -61,47 +62,29 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted(sorted(group) for group in groups if group)
 
 
-class _Loops(ast.NodeVisitor):
-    """Finds loops that sleep, or continue after one of the package's errors."""
+def functions(node: ast.AST) -> Iterator[ast.FunctionDef]:
+    """The outermost functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef):
+            yield child
+        else:
+            yield from functions(child)
 
-    def __init__(self, errors: set[str]):
-        self.found: list[tuple[int, str]] = []  # line, and name of the outermost function
-        self._errors = errors
-        self._functions: list[str] = []
-        self._loops = 0
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self._functions.append(node.name)
-        outer, self._loops = self._loops, 0
-        self.generic_visit(node)
-        self._loops = outer
-        self._functions.pop()
-
-    def visit_While(self, node: ast.While) -> None:
-        self._loops += 1
-        self.generic_visit(node)
-        self._loops -= 1
-
-    def visit_For(self, node: ast.For) -> None:
-        self._loops += 1
-        self.generic_visit(node)
-        self._loops -= 1
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if ast.unparse(node.func) in ("time.sleep", "sleep"):
-            self._note(node)
-        self.generic_visit(node)
-
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
+def repeats(node: ast.AST, errors: set[str]) -> bool:
+    """Whether a part of a loop sleeps, or continues after one of the package's errors."""
+    if isinstance(node, ast.ExceptHandler):
         caught = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)} if node.type is not None else set()
-        leaves = node.body and isinstance(node.body[-1], (ast.Raise, ast.Return, ast.Break))
-        if caught & self._errors and not leaves:
-            self._note(node)
-        self.generic_visit(node)
+        return bool(caught & errors) and not isinstance(node.body[-1], (ast.Raise, ast.Return, ast.Break))
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "sleep")
 
-    def _note(self, node: ast.expr | ast.ExceptHandler) -> None:
-        if self._loops:
-            self.found.append((node.lineno, self._functions[0] if self._functions else ""))
+
+def repeating_loops(tree: ast.AST, errors: set[str]) -> set[tuple[int, str]]:
+    """The lines in loops that repeat, with the name of the outermost function; "" outside of any."""
+    outermost = list(functions(tree))
+    loops = [node for node in ast.walk(tree) if isinstance(node, (ast.While, ast.For))]
+    lines = {node.lineno for loop in loops for node in ast.walk(loop) if repeats(node, errors)}
+    return {(line, next((f.name for f in outermost if f.lineno <= line <= f.end_lineno), "")) for line in lines}
 
 
 def package_errors(tree: ast.AST) -> set[str]:
@@ -118,11 +101,9 @@ def check_package(folder: Path) -> list[str]:
     errors = [f"{FOLDER}: a circle of imports: {', '.join(group)}" for group in circles(graph)]
     exceptions = {"Exception", "BaseException"}.union(*map(package_errors, trees.values()))
     for path, tree in trees.items():
-        loops = _Loops(exceptions)
-        loops.visit(tree)
         errors += [
             f"{FOLDER}/{path.relative_to(folder).as_posix()}:{line}: {function} repeats or waits in a loop, as only the core may"
-            for line, function in loops.found
+            for line, function in sorted(repeating_loops(tree, exceptions))
             if function not in APPLICATION_LOOPS.get(names[path], ())
         ]
     return errors
