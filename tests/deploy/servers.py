@@ -5,6 +5,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,23 @@ def program(name: str) -> str:
     return path
 
 
-def start_server(arguments: list[str], port_file: Path, log: Path) -> subprocess.Popen:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def start_server(arguments: list[str], port_file: Path, log: Path, binary: Path | None = None) -> subprocess.Popen:
     """Starts headwaterd with these flags, of which one names the port file, and waits until it listens."""
     with log.open("wb") as output:
-        process = subprocess.Popen([program("headwaterd"), *arguments], stdout=subprocess.DEVNULL, stderr=output)
+        process = subprocess.Popen([binary or program("headwaterd"), *arguments], stdout=subprocess.DEVNULL, stderr=output)
     deadline = time.monotonic() + START_TIMEOUT_S
     while not port_file.exists():
         if process.poll() is not None or time.monotonic() > deadline:

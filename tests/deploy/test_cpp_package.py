@@ -4,12 +4,11 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+from servers import start_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ["HEADWATER_BUILD_DIR"])
@@ -48,18 +47,12 @@ def prefix(tmp_path_factory) -> Path:
 def server(prefix, tmp_path_factory):
     """Address of the installed headwaterd."""
     folder = tmp_path_factory.mktemp("server")
-    command = [prefix / "bin/headwaterd", f"--listen_addresses=unix:{folder}/socket", "--metrics_address=", "--engine=cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    address = f"unix:{folder}/socket"
-    try:
-        for _ in range(200):
-            if subprocess.run([prefix / "bin/headwaterctl", f"--server={address}", "health"], capture_output=True).returncode == 0:
-                break
-            time.sleep(0.05)
-        yield address
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+    address, ready = f"unix:{folder}/socket", folder / "ready"
+    flags = [f"--listen_addresses={address}", f"--port_file={ready}", "--metrics_address=", "--engine=cpu"]
+    process = start_server(flags, ready, folder / "log", prefix / "bin/headwaterd")
+    yield address
+    process.terminate()
+    process.wait(timeout=60)
 
 
 def check_example(program: Path, server: str) -> None:

@@ -9,10 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from servers import wait_until, write_program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
@@ -55,10 +55,9 @@ class Checkout:
         script.parent.mkdir(parents=True)
         script.write_text(example)
         tools = folder / "tools"
-        tools.mkdir()
-        self._write_program(tools / "cmake", "#!/bin/sh\necho '[1/2] Building'\necho '[2/2] Linking'\n")
+        write_program(tools / "cmake", "#!/bin/sh\necho '[1/2] Building'\necho '[2/2] Linking'\n")
         # Whatever the real example imports is said to be there.
-        self._write_program(tools / "python", f'#!/bin/sh\nif [ "$1" = -c ]; then exit 0; fi\nexec "{sys.executable}" "$@"\n')
+        write_program(tools / "python", f'#!/bin/sh\nif [ "$1" = -c ]; then exit 0; fi\nexec "{sys.executable}" "$@"\n')
         self.started: list[subprocess.Popen] = []
         self.path = folder / "link"
         self.path.symlink_to(real)
@@ -69,11 +68,6 @@ class Checkout:
             "PATH": f"{tools}:{os.environ['PATH']}",
             "HEADWATER_PYTHON": str(tools / "python"),
         }
-
-    @staticmethod
-    def _write_program(path: Path, text: str) -> None:
-        path.write_text(text)
-        path.chmod(0o755)
 
     def start(self, *options: str, folder: Path | None = None) -> subprocess.Popen:
         command = [str(self.path / "deploy/quickstart"), "--no-install", "--engine", "cpu", *options]
@@ -93,7 +87,7 @@ class Checkout:
     def start_until_running(self) -> subprocess.Popen:
         """The example has begun, and continues until `go_on`."""
         process = self.start()
-        wait_until(lambda: (self.output / "running").exists() or process.poll() is not None)
+        wait_until(lambda: (self.output / "running").exists() or process.poll() is not None, "the example", TIMEOUT_S)
         assert process.poll() is None, process.stdout.read()
         return process
 
@@ -114,13 +108,6 @@ class Checkout:
 
     def socket_folder(self) -> Path:
         return Path((self.output / "address").read_text().removeprefix("unix:")).parent
-
-
-def wait_until(condition) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.fixture

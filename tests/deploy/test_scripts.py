@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from servers import write_program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -31,14 +32,14 @@ def test_the_checkout_is_found_whatever_cdpath_says(tmp_path):
 def test_an_interpreter_that_is_too_old_is_not_taken(tmp_path, version, found):
     # An interpreter of that version which imports everything.
     python = tmp_path / "python"
-    python.write_text(
+    write_program(
+        python,
         f"#!{sys.executable}\n"
         "import importlib, sys\n"
         f"sys.version_info = ({version})\n"
         "importlib.import_module = lambda name: None\n"
-        "exec(sys.argv[2])\n"
+        "exec(sys.argv[2])\n",
     )
-    python.chmod(0o755)
     printed = in_library("find_python torch || echo none", HEADWATER_PYTHON=str(python))
     assert printed == (str(python) if found else "none")
 
@@ -77,12 +78,6 @@ def test_limits_of_control_groups_are_read(tmp_path, groups, files, limits):
 @pytest.mark.parametrize(("limits", "jobs"), [("1 64000000000", "1"), ("2 1000000000", "1"), ("65536 2000000000", "1")])
 def test_a_build_keeps_to_the_limits(limits, jobs):
     assert in_library(f'control_group_limits() {{ echo "{limits}"; }}; build_jobs') == jobs
-
-
-def write_program(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 @pytest.fixture
