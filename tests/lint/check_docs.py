@@ -1,5 +1,5 @@
 """Checks the Markdown pages: links and anchors resolve, files that the text names exist, commands can be run, the README keeps its
-length. The limits of the server are the same in their table, on the wire and in docs/flags.md.
+length.
 
 A file name is a code span that begins with a top-level folder of the project (`docs/math.md`, `deploy/quickstart`). Only the first
 word of a span is looked at, and none that holds a wildcard or an ellipsis. A span of several words, or a line of a code block, is a
@@ -10,7 +10,6 @@ table that names one source file and functions (`Head::Commit()`) says that they
 import os
 import re
 import sys
-from itertools import zip_longest
 from pathlib import Path
 
 TOP_LEVEL = ("client", "deploy", "docs", "kernels", "proto", "server", "tests", ".ci")
@@ -20,7 +19,6 @@ CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 SOURCES = {".h", ".cc", ".cu", ".cuh", ".py", ".proto"}
 FUNCTION = re.compile(r"(?:\w+::)*(~?\w+)\(\)")
-LIMITS_H, LIMITS_PROTO, FLAGS = "server/service/limits.h", "proto/headwater/v1/session_service.proto", "docs/flags.md"
 HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
 
 
@@ -124,26 +122,10 @@ def check_page(root: Path, page: Path) -> list[str]:
     return errors
 
 
-def check_limits(root: Path) -> list[str]:
-    """The limits without a flag's row, and the first one that is not the field of headwater.v1.Limits in its place."""
-    header, proto, flags = ((root / path).read_text(encoding="utf-8") for path in (LIMITS_H, LIMITS_PROTO, FLAGS))
-    table = header.partition("#define HEADWATER_LIMITS(X)")[2].partition("\n\n")[0]
-    rows = re.findall(r"\bX\((\w+), (\w+),", table)
-    message = proto.partition("\nmessage Limits {")[2].partition("\n}")[0]
-    numbers = {int(number): name for name, number in re.findall(r"^ +\w+ (\w+) = (\d+);", message, re.MULTILINE)}
-    fields = [numbers[number] for number in sorted(numbers)]
-    names = [name + "_s" * (unit == "Time") for unit, name in rows]
-    errors = [f"{FLAGS}: has no row of --{name}" for _, name in rows if f"\n| `--{name}` |" not in flags]
-    for name, found in zip_longest(names, fields):
-        if name != found:
-            return [*errors, f"{LIMITS_PROTO}: {found} of Limits stands where {LIMITS_H} has {name}"]
-    return errors
-
-
 def main() -> int:
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
     pages = [page for page in sorted(root.rglob("*.md")) if not {"build", ".git", ".venv"} & set(page.relative_to(root).parts)]
-    errors = [error for page in pages for error in check_page(root, page)] + check_limits(root)
+    errors = [error for page in pages for error in check_page(root, page)]
     for error in errors:
         print(error, file=sys.stderr)
     print(f"docs: {len(pages)} pages, {len(errors)} errors")
