@@ -2,8 +2,8 @@
 
 import contextlib
 import json
+import re
 import shutil
-import socket
 import subprocess
 import tempfile
 import threading
@@ -57,42 +57,27 @@ scrape_configs:
 """
 
 
-class PrometheusEnded(Exception):
-    """It has not got as far as to answer. No OSError, which would be waited out."""
-
-
 class Prometheus:
-    """A Prometheus of our own. Its port is drawn beforehand, since it cannot report which one it was given."""
+    """A Prometheus of our own, on a port that the system draws."""
 
     def __init__(self, directory: Path, metrics_port: int):
         self.config = directory / "prometheus.yml"
         self.config.write_text(configuration(metrics_port))
-        self._log = (directory / "prometheus.log").open("w+b")
-        for _ in range(5):  # another program may have taken the port meanwhile
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self.port = probe.getsockname()[1]
-            self.process = subprocess.Popen(
-                [
-                    find_prometheus()[0],
-                    f"--config.file={self.config}",
-                    f"--storage.tsdb.path={directory / 'data'}",
-                    f"--web.listen-address=127.0.0.1:{self.port}",
-                ],
-                stdout=self._log,
-                stderr=self._log,
-            )
-            with contextlib.suppress(TimeoutError, PrometheusEnded):
-                await_condition(self._is_ready, "Prometheus")
-                return
-            self.stop()
-        raise RuntimeError(f"Prometheus did not start: {(directory / 'prometheus.log').read_text()[-2000:]}")
+        log = directory / "prometheus.log"
+        storage = f"--storage.tsdb.path={directory / 'data'}"
+        command = [find_prometheus()[0], f"--config.file={self.config}", storage, "--web.listen-address=127.0.0.1:0"]
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output)
 
-    def _is_ready(self) -> bool:
-        if self.process.poll() is not None:
-            raise PrometheusEnded
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=10) as answer:
-            return answer.status == 200
+        def is_ready() -> bool:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"Prometheus did not start: {log.read_text()[-2000:]}")
+            found = re.search(r'msg="Listening on" address=127\.0\.0\.1:(\d+)', log.read_text())
+            self.port = int(found[1]) if found else 0
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=10) as answer:
+                return answer.status == 200
+
+        await_condition(is_ready, "Prometheus")
 
     def get(self, path: str, **parameters: object):
         """The `data` of an answer of its HTTP API."""
