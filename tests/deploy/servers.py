@@ -33,10 +33,12 @@ def write_program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def start_server(arguments: list[str], port_file: Path, log: Path, binary: Path | None = None) -> subprocess.Popen:
+def start_server(
+    arguments: list[str], port_file: Path, log: Path, binary: Path | None = None, out: str = os.devnull
+) -> subprocess.Popen:
     """Starts headwaterd with these flags, of which one names the port file, and waits until it listens."""
-    with log.open("wb") as output:
-        process = subprocess.Popen([binary or program("headwaterd"), *arguments], stdout=subprocess.DEVNULL, stderr=output)
+    with open(out, "wb") as stdout, log.open("wb") as stderr:
+        process = subprocess.Popen([binary or program("headwaterd"), *arguments], stdout=stdout, stderr=stderr)
     deadline = time.monotonic() + START_TIMEOUT_S
     while not port_file.exists():
         if process.poll() is not None or time.monotonic() > deadline:

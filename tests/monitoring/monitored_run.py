@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -16,9 +17,12 @@ import numpy as np
 
 import headwater
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "deploy"))
+
+from servers import START_TIMEOUT_S, start_server
+
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "monitoring" / "headwater.rules.yaml"
-START_TIMEOUT_S = 60
 SCRAPE_INTERVAL_S = 0.5
 
 
@@ -98,30 +102,18 @@ class Prometheus:
 class Server:
     """A headwaterd with metrics."""
 
-    def __init__(self, binary: str, directory: Path, *flags: str):
-        ready = directory / "ready"
-        self.address = f"unix:{directory}/hw.sock"
-        command = [
-            binary,
+    def __init__(self, directory: Path, *flags: str):
+        self.address, self.log = f"unix:{directory}/hw.sock", directory / "log"
+        own = [
             f"--listen_addresses={self.address}",
-            f"--port_file={ready}",
+            f"--port_file={directory / 'ready'}",
             "--metrics_address=127.0.0.1:0",
             f"--checkpoint_directory={directory / 'checkpoints'}",
             f"--descriptor_socket={directory / 'fd.sock'}",
             "--engine=cpu",
             "--log_level=warning",
-            *flags,
         ]
-        with (directory / "out").open("wb") as out, (directory / "log").open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=out, stderr=log)
-
-        def announced() -> bool:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"headwaterd did not start: {(directory / 'log').read_text()[-2000:]}")
-            return ready.exists()
-
-        await_condition(announced, "headwaterd")
-        self.log = directory / "log"
+        self.process = start_server([*own, *flags], directory / "ready", self.log, out=f"{directory}/out")
         self.metrics_port = int((directory / "out").read_text().split("metrics on port ")[1].split()[0])
 
     def scrape(self) -> str:
@@ -185,12 +177,12 @@ class Training(threading.Thread):
 
 
 @contextlib.contextmanager
-def monitored_training(binary: str):
+def monitored_training():
     """A server, a training run on it and a Prometheus that scrapes it, for a `with` statement."""
     # The socket's path must be short.
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
-        server = Server(binary, directory)
+        server = Server(directory)
         stack.callback(server.stop)
         prometheus = Prometheus(directory, server.metrics_port)
         stack.callback(prometheus.stop)

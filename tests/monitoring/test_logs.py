@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import socket
@@ -25,14 +24,13 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e/python"))
 from certificates import make_authority, make_signed
 from monitored_run import Server, await_condition
 
-BUILD = os.environ.get("HEADWATER_BUILD_DIR", "")
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @contextlib.contextmanager
 def running(*flags: str):
     with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        server = Server(f"{BUILD}/bin/headwaterd", Path(directory), "--log_format=json", *flags)
+        server = Server(Path(directory), "--log_format=json", *flags)
         server.directory = Path(directory)
         yield server
         server.stop()

@@ -1,7 +1,6 @@
 """Metrics, rules and dashboard against each other, and all of them against a real Prometheus that scrapes a real server."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -106,7 +105,7 @@ def test_rules_hold_what_their_tests_say():
 
 @needs_prometheus
 def test_a_real_prometheus_sees_a_real_run():
-    with monitored_training(f"{os.environ['HEADWATER_BUILD_DIR']}/bin/headwaterd") as (server, prometheus, training):
+    with monitored_training() as (server, prometheus, training):
         promtool("check", "config", prometheus.config)
         # Conventions of names and units, of what is really served.
         assert promtool("check", "metrics", text=server.scrape()).strip() == ""

@@ -17,8 +17,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # whatever the working directory is
 
 from monitored_run import Server, Training, await_condition
+from servers import program
 
-BUILD = os.environ.get("HEADWATER_BUILD_DIR", "")
 # The outcomes of a step of Training, and of two.
 OUTCOMES = ("committed", "staged", "replayed", "discarded")
 TRANSPORTS = ("grpc", "shared_memory")
@@ -28,13 +28,13 @@ PHASES = {"upload", "queue", "compute", "download", "commit"}
 @pytest.fixture(scope="module")
 def server():
     with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        server = Server(f"{BUILD}/bin/headwaterd", Path(directory))
+        server = Server(Path(directory))
         yield server
         server.stop()
 
 
 def command(server: Server, *flags: str) -> list[str]:
-    return [f"{BUILD}/bin/headwaterctl", f"--server={server.address}", "top", *flags]
+    return [program("headwaterctl"), f"--server={server.address}", "top", *flags]
 
 
 def top(server: Server, *flags: str) -> subprocess.CompletedProcess:
@@ -270,7 +270,7 @@ def test_bytes_that_are_no_text_end_nothing(server):
 )
 def test_the_metrics_are_looked_for_on_the_servers_host(scheme, metrics):
     with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        server = Server(f"{BUILD}/bin/headwaterd", Path(directory), "--listen_addresses=127.0.0.1:0")
+        server = Server(Path(directory), "--listen_addresses=127.0.0.1:0")
         server.address = scheme + (Path(directory) / "ready").read_text().strip()
         try:
             done = top(server, "--once", "--interval=100ms")  # the process that listens there is not this server
