@@ -126,6 +126,16 @@ def test_the_image_with_the_cuda_engine_has_the_nccl_that_gpus_need(tmp_path):
         assert "GPUs cannot work together here: libnccl.so.2 cannot be loaded" in refusal()
 
 
+@needs_nccl_build
+@pytest.mark.parametrize(
+    "variant, complaint",
+    [("cuda", "--nccl: expected auto, none or a file, got /nowhere"), ("cpu", "--nccl: expected --variant cuda with a file")],
+)
+def test_another_nccl_must_be_there(variant, complaint, tmp_path):
+    done = make_root(tmp_path / "out", "--lock", "none", "--variant", variant, "--nccl", "/nowhere/libnccl.so.2")
+    assert done.returncode == 1 and complaint in done.stderr, done.stderr
+
+
 def test_nccl_is_found_beside_the_toolkit_or_as_a_wheel_or_the_build_ends(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(IMAGE))
     import make_root as scripts
