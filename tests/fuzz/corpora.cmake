@@ -12,9 +12,9 @@ target_link_libraries(headwater_fuzz_proto PUBLIC headwater_proto)
 find_package(nlohmann_json REQUIRED)
 headwater_library(headwater_fuzz_messages
   SOURCES support/json_file.cc support/message_input.cc support/message_mutator.cc
-  DEPS headwater_fuzz_proto nlohmann_json::nlohmann_json)
+  DEPS headwater_fuzz_proto headwater_kernels_api nlohmann_json::nlohmann_json)
 headwater_library(headwater_fuzz_sequence
-  SOURCES support/acknowledged.cc support/known_state.cc support/sequence_client.cc
+  SOURCES support/client_state.cc support/sequence_client.cc
   DEPS headwater_fuzz_messages headwater_wire_test_support
   PRIVATE_DEPS absl::strings)
 

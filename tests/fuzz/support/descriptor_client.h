@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tests/fuzz/support/check.h"
-#include "tests/fuzz/support/uninterrupted.h"
+#include "tests/fuzz/support/target.h"
 #include "tests/unit/transport/descriptor_peer.h"
 #include "tests/unit/transport/region_memory.h"
 

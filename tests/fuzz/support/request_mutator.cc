@@ -13,7 +13,7 @@ extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max
   MessageMutator mutator(seed, {"tenants/default/heads/a", "tenants/a/heads/b", "tenants/a", "a", "../a", "a/../b", "headwater-x",
                                 std::string(16, 'e'), std::string(32, 's'), std::string(64, 'h'), std::string("\0\0\x80\x3f", 4),
                                 std::string("\0\0\xc0\x7f", 4), std::string("\1\0\0\0\2\0\0\0\3\0\0\0", 12)});
-  Request request;
+  Call request;
   if (mutator.Below(16) == 0 || !ReadMessageInput(data, size, &request)) return LLVMFuzzerMutate(data, size, max_size);
   mutator.Mutate(&request);
   const std::string bytes = WriteMessageInput(request, /*text=*/false);

@@ -318,36 +318,31 @@ void SequenceClient::Learn(const Message& answer) {
 }
 
 void SequenceClient::CleanUp() {
-  {
-    // Also those of calls that were given up before they were answered.
-    v1::ListHeadsRequest list;
-    v1::ListHeadsResponse listed;
-    grpc::ClientContext context;
-    const grpc::Status status = server_.heads().ListHeads(&context, list, &listed);
-    FUZZ_CHECK(status.ok(), status.error_message());
-    for (const v1::Head& head : listed.heads()) known_.AddHead(head);
-  }
+  const auto ask = [this]<typename Response, typename Request>(const Request& request, Response* response) {
+    return Stream<Request, Response>("clean_up", {request.SerializeAsString()}, END_HALF_CLOSE,
+                                     [response](const Response& answer) { *response = answer; });
+  };
+  // Also those of calls that were given up before they were answered.
+  v1::ListHeadsResponse listed;
+  FUZZ_CHECK(ask(v1::ListHeadsRequest(), &listed).ok());
+  for (const v1::Head& head : listed.heads()) known_.AddHead(head);
   for (const std::string& name : known_.heads()) {
     v1::GetHeadRequest get;
     get.set_name(name);
     v1::Head head;
-    grpc::ClientContext get_context;
-    if (!server_.heads().GetHead(&get_context, get, &head).ok()) continue;
+    if (!ask(get, &head).ok()) continue;
     v1::DeleteHeadRequest request;
     request.set_name(name);
     request.set_epoch(head.epoch());
     request.set_force(true);
-    v1::DeleteHeadResponse response;
-    grpc::ClientContext context;
-    const grpc::Status status = server_.heads().DeleteHead(&context, request, &response);
-    FUZZ_CHECK(status.ok(), status.error_message());
+    v1::DeleteHeadResponse deleted;
+    FUZZ_CHECK(ask(request, &deleted).ok());
   }
   for (const std::string& id : known_.sessions()) {
     v1::CloseSessionRequest request;
     request.set_session_id(id);
-    v1::CloseSessionResponse response;
-    grpc::ClientContext context;
-    server_.sessions().CloseSession(&context, request, &response);  // one that is closed already is none
+    v1::CloseSessionResponse closed;
+    ask(request, &closed);  // a session that is closed already is absent
   }
 }
 

@@ -14,8 +14,7 @@
 
 #include "absl/strings/string_view.h"
 #include "tests/fuzz/fuzz.pb.h"
-#include "tests/fuzz/support/acknowledged.h"
-#include "tests/fuzz/support/known_state.h"
+#include "tests/fuzz/support/client_state.h"
 #include "tests/integration/support/wire_server.h"
 
 namespace headwater::fuzz {

@@ -4,6 +4,7 @@
 #define HEADWATER_TESTS_FUZZ_SUPPORT_TARGET_H_
 
 #include <algorithm>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -44,6 +45,15 @@ class InputReader {
   const uint8_t* data_;
   size_t size_;
 };
+
+// What a system call returns, which libFuzzer's clock, a signal, may cut short: once it is not a negative number because of a
+// signal.
+template <typename Call>
+auto Uninterrupted(const Call& call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
 
 }  // namespace headwater::fuzz
 

@@ -8,7 +8,6 @@
 #include "server/model_files/strict_json.h"
 #include "server/model_files/xxh3.h"
 #include "tests/fuzz/support/json_file.h"
-#include "tests/fuzz/support/memory_file.h"
 #include "tests/fuzz/support/target.h"
 
 namespace headwater::fuzz {

@@ -1,4 +1,4 @@
-// The validators of all requests. Input: a headwater.fuzz.Request. What is refused is refused with a reason that may be shown; what
+// The validators of all requests. Input: a headwater.fuzz.Call. What is refused is refused with a reason that may be shown; what
 // is taken is within the limits, however it was spelled.
 #include <cmath>
 #include <set>
@@ -262,69 +262,73 @@ void CheckDecoded(const absl::StatusOr<Decoded>& decoded) {
   }
 }
 
-void CheckRequest(const Request& request) {
+void CheckRequest(const Call& request) {
   namespace s = service;
-  switch (request.request_case()) {
-    case Request::kMicroBatch:
-      return CheckDecoded(s::DecodeMicroBatchHeader(request.micro_batch(), Limits()));
-    case Request::kCommit:
+  switch (request.call_case()) {
+    case Call::kCompute:
+      for (const Stripe& stripe : request.compute().stripes()) CheckDecoded(s::DecodeTransferRowsHeader(stripe.header()));
+      return CheckDecoded(s::DecodeMicroBatchHeader(request.compute().header(), Limits()));
+    case Call::kCommit:
       return CheckDecoded(s::DecodeCommit(request.commit(), Limits()));
-    case Request::kDiscard:
+    case Call::kDiscard:
       return CheckDecoded(s::DecodeDiscard(request.discard(), Limits()));
-    case Request::kTransferRows:
-      return CheckDecoded(s::DecodeTransferRowsHeader(request.transfer_rows()));
-    case Request::kStreamTeacher:
-      return CheckDecoded(s::DecodeStreamTeacherHeader(request.stream_teacher(), Limits()));
-    case Request::kCreateHead:
+    case Call::kTeacher:
+      return CheckDecoded(s::DecodeStreamTeacherHeader(request.teacher().header(), Limits()));
+    case Call::kCreateHead:
       return CheckDecoded(s::DecodeCreate(request.create_head(), Limits()));
-    case Request::kListHeads:
+    case Call::kListHeads:
       return CheckDecoded(s::DecodeList(request.list_heads()));
-    case Request::kDeleteHead:
+    case Call::kDeleteHead:
       return CheckDecoded(s::DecodeHeadAtEpoch(request.delete_head().name(), request.delete_head().epoch()));
-    case Request::kTakeHead:
+    case Call::kTakeHead:
       return CheckDecoded(s::DecodeTake(request.take_head()));
-    case Request::kUploadWeights:
-      return CheckDecoded(s::DecodeUploadHeader(request.upload_weights()));
-    case Request::kLoadWeights:
+    case Call::kUpload:
+      return CheckDecoded(s::DecodeUploadHeader(request.upload().header()));
+    case Call::kLoadWeights:
       if (s::DecodeLoad(request.load_weights()).ok()) CheckPath(request.load_weights());
       return CheckDecoded(s::DecodeLoad(request.load_weights()));
-    case Request::kDownloadWeights:
+    case Call::kDownloadWeights:
       return CheckDecoded(s::DecodeDownloadWeights(request.download_weights()));
-    case Request::kDownloadGradient:
+    case Call::kDownloadGradient:
       return CheckDecoded(s::DecodeDownloadGradient(request.download_gradient()));
-    case Request::kGetStep:
+    case Call::kGetStep:
       return CheckDecoded(s::DecodeGetStep(request.get_step()));
-    case Request::kSealStep:
+    case Call::kSealStep:
       return CheckDecoded(s::DecodeSeal(request.seal_step(), Limits()));
-    case Request::kApply:
+    case Call::kApply:
       return CheckDecoded(s::DecodeApply(request.apply(), Limits()));
-    case Request::kDiscardGradient:
+    case Call::kDiscardGradient:
       return CheckDecoded(s::DecodeHeadAtStep(request.discard_gradient().has_head(), request.discard_gradient().head(), "head"));
-    case Request::kGradientNorm:
+    case Call::kGradientNorm:
       return CheckDecoded(s::DecodeGradientNorm(request.gradient_norm()));
-    case Request::kSave:
+    case Call::kSave:
       return CheckCheckpoint(request.save(), request.save().epoch(), false);
-    case Request::kListCheckpoints:
+    case Call::kListCheckpoints:
       return CheckDecoded(s::DecodeListCheckpoints(request.list_checkpoints()));
-    case Request::kRestore:
+    case Call::kRestore:
       return CheckCheckpoint(request.restore(), request.restore().epoch(), true);
-    case Request::kDeleteCheckpoint:
+    case Call::kDeleteCheckpoint:
       return CheckCheckpoint(request.delete_checkpoint(), "", false);
-    case Request::kAddGradient:
-      return CheckDecoded(s::DecodeAddGradientHeader(request.add_gradient()));
-    case Request::kOpenSession:
+    case Call::kAddGradient:
+      return CheckDecoded(s::DecodeAddGradientHeader(request.add_gradient().header()));
+    case Call::kOpenSession:
       if (s::DecodeOpenSession(request.open_session(), Limits()).ok())
         FUZZ_CHECK(request.open_session().client_name().size() <= 128);
       return CheckDecoded(s::DecodeOpenSession(request.open_session(), Limits()));
-    case Request::kRegisterMemory:
+    case Call::kRegisterMemory:
       return CheckDecoded(s::DecodeRegisterSharedMemory(request.register_memory()));
-    case Request::kUnregisterMemory:
+    case Call::kUnregisterMemory:
       if (const auto session = s::DecodeUnregisterSharedMemory(request.unregister_memory()); !session.ok()) {
         return CheckRefusal(session.status());
       }
       FUZZ_CHECK(!request.unregister_memory().region_id().empty());
       return;
-    case Request::REQUEST_NOT_SET:
+    case Call::kGetHead:
+    case Call::kKeepAlive:
+    case Call::kCloseSession:
+    case Call::kServerInfo:
+    case Call::kRaw:
+    case Call::CALL_NOT_SET:
       return;
   }
 }
@@ -333,7 +337,7 @@ void CheckRequest(const Request& request) {
 }  // namespace headwater::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  headwater::fuzz::Request request;
+  headwater::fuzz::Call request;
   if (headwater::fuzz::ReadMessageInput(data, size, &request)) headwater::fuzz::CheckRequest(request);
   return 0;
 }

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "tests/fuzz/support/json_file.h"
-#include "tests/fuzz/support/memory_file.h"
 #include "tests/fuzz/support/target.h"
 
 namespace headwater::fuzz {

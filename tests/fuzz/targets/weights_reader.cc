@@ -17,7 +17,6 @@
 #include "tests/fuzz/support/check.h"
 #include "tests/fuzz/support/json_file.h"
 #include "tests/fuzz/support/target.h"
-#include "tests/fuzz/support/uninterrupted.h"
 #include "tests/unit/server/temporary_directory.h"
 
 namespace headwater::fuzz {
