@@ -96,10 +96,16 @@ TEST(AddToGradient, AddsToTheMicroBatchesSum) {
   LoadedHeads heads(problem.heads, {});
   heads.Compute(problem);
   Gradient expected = heads.ReadGradient(0);
-  const std::vector<float> in(expected.weight.size(), 0.125f);
+  std::vector<float> in(expected.weight.size(), 0.125f);
   ASSERT_TRUE(heads.head(0).AddToGradient(HeadTensor::kGradWeight, 0, static_cast<int64_t>(in.size()), -2, in.data()).ok());
   AddRounded(-2, in, expected.weight.data());
   EXPECT_TRUE(heads.ReadGradient(0) == expected);
+  in[5] = std::numeric_limits<float>::quiet_NaN();
+  in[9] = std::numeric_limits<float>::infinity();
+  ASSERT_TRUE(heads.head(0).AddToGradient(HeadTensor::kGradWeight, 0, static_cast<int64_t>(in.size()), 1, in.data()).ok());
+  const absl::StatusOr<GradientStats> stats = heads.head(0).ComputeGradientStats();
+  ASSERT_TRUE(stats.ok());
+  EXPECT_EQ(stats->non_finite_count, 2);
 }
 
 TEST(AddToGradient, BadArgumentsChangeNothing) {

@@ -260,14 +260,13 @@ TEST_P(RowFlowTest, AddsNothingIfTheCallerEndsIt) {
     ASSERT_TRUE(on->TryCompute(problem(), before_options).ok());
     ASSERT_TRUE(on->TryCompute(problem(), before_options).ok());
   };
-  compute_before(&heads);
-  compute_before(&undisturbed);
-  const std::vector<Gradient> before = undisturbed.ReadGradients();
   const int32_t free_slots = FreeSlots(&heads);
   int awaits = 1;
   for (int call = 0; call <= awaits; ++call) {
     const bool at_decide = call == 0;
     SCOPED_TRACE(at_decide ? "Decide()" : "AwaitRows() call " + std::to_string(call));
+    compute_before(&heads);
+    compute_before(&undisturbed);
     PreparedMicroBatch prepared(problem(), heads.pointers(), Options());
     TestFlow flow(&prepared);
     if (at_decide) flow.FailAtDecide();
@@ -278,7 +277,7 @@ TEST_P(RowFlowTest, AddsNothingIfTheCallerEndsIt) {
     ASSERT_GE(awaits, 1);
     EXPECT_EQ(flow.awaits(), at_decide ? awaits : call);
     EXPECT_EQ(flow.decided(), at_decide ? 1 : 0);
-    EXPECT_TRUE(heads.ReadGradients() == before);
+    EXPECT_TRUE(heads.ReadGradients() == undisturbed.ReadGradients());
     EXPECT_EQ(FreeSlots(&heads), free_slots);
     prepared.ExpectGuardsAndInputsIntact();
   }
@@ -290,6 +289,19 @@ TEST_P(RowFlowTest, AddsNothingIfTheCallerEndsIt) {
   const PreparedMicroBatch plain(problem(), undisturbed.pointers(), Options());
   ASSERT_TRUE(Run(&undisturbed, plain, &expected).ok());
   EXPECT_TRUE(after.BitwiseEquals(expected));
+}
+
+TEST(RowFlow, HostMemoryIsAlignedAndRegisteredMemoryStaysTheCallers) {
+  const std::unique_ptr<LossEngine> engine = MakeSuiteEngine();
+  ASSERT_OK_AND_ASSIGN(const auto rows, engine->AllocateHostMemory(4097));
+  EXPECT_GE(rows->bytes(), 4097);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(rows->data()) % 64, 0u);
+  std::vector<uint8_t> own(1 << 16);
+  ASSERT_OK_AND_ASSIGN(auto registered, engine->RegisterHostMemory(own.data(), 1 << 16));
+  EXPECT_EQ(registered->data(), own.data());
+  EXPECT_EQ(registered->bytes(), 1 << 16);
+  registered.reset();
+  std::fill(own.begin(), own.end(), static_cast<uint8_t>(1));
 }
 
 // The digest of a flow, and that of rows alone, are the sum of the rows.

@@ -141,6 +141,23 @@ TEST_F(AlgorithmCacheTest, AFolderThatCannotBeWrittenCostsOnlyTheFile) {
   EXPECT_THAT(cache.Find("first"), Optional(Eq(kFirst)));
 }
 
+TEST_F(AlgorithmCacheTest, AFolderInThePlaceOfTheFileIsLeftAlone) {
+  std::filesystem::create_directory(path_);
+  AlgorithmCache cache(path_);
+  EXPECT_EQ(cache.Put("first", kFirst).code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(std::filesystem::is_directory(path_));
+  // No temporary file is left behind.
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), std::filesystem::directory_iterator()), 1);
+}
+
+TEST_F(AlgorithmCacheTest, APipeDoesNotBlock) {
+  ASSERT_EQ(mkfifo(path_.c_str(), 0600), 0);
+  AlgorithmCache cache(path_);
+  EXPECT_EQ(cache.Find("first"), std::nullopt);
+  ASSERT_TRUE(cache.Put("first", kFirst).ok());
+  EXPECT_THAT(AlgorithmCache(path_).Find("first"), Optional(Eq(kFirst)));
+}
+
 TEST_F(AlgorithmCacheTest, OthersCanReadTheFileAndNothingElseIsLeft) {
   AlgorithmCache cache(path_);
   ASSERT_TRUE(cache.Put("first", kFirst).ok());

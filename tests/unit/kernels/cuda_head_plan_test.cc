@@ -122,6 +122,32 @@ TEST(CudaHeadPlan, ChunkRowsFollowTheWorkspace) {
   }
 }
 
+TEST(CudaHeadPlan, ExactChunkRowsAreKept) {
+  EngineOptions options = Options(kGiB);
+  const HeadSpec spec = Spec(100000, 256);
+  for (const int64_t rows : {1, 17, 5000}) {
+    options.token_chunk_rows = rows;
+    const HeadPlan plan = PlanHeadOnCuda(spec, options);
+    EXPECT_EQ(plan.memory.token_chunk_rows, rows);
+    EXPECT_GE(plan.workspace_bytes, kLibraryBytes + CostOfChunk(spec, 1, 8, true).Bytes(rows));
+  }
+}
+
+// The formulas' leading terms, at a size where they are all that counts.
+TEST(CudaHeadPlan, BytesOfALogit) {
+  constexpr int64_t kColumns = 1 << 20;
+  const auto logit_bytes = [](int32_t shard_count, int64_t bytes, bool divergence) {
+    const int64_t per_row = CostOfChunk(Spec(kColumns, 8), shard_count, bytes, divergence).per_row;
+    return static_cast<double>(per_row) / kColumns;
+  };
+  EXPECT_NEAR(logit_bytes(1, 2, false), 2, 0.05);
+  EXPECT_NEAR(logit_bytes(1, 4, false), 4, 0.01);
+  EXPECT_NEAR(logit_bytes(1, 8, false), 8, 0.01);
+  EXPECT_NEAR(logit_bytes(1, 4, true), 8, 0.01);
+  EXPECT_NEAR(logit_bytes(1, 8, true), 16, 0.01);
+  EXPECT_NEAR(logit_bytes(2, 4, true), 12, 0.01);
+}
+
 // A rank of a group plans its own shard, and the workspace that the widest one needs.
 TEST(CudaHeadPlan, RanksPlanTheirShards) {
   HeadSpec spec = Spec(256000, 16384);

@@ -9,17 +9,14 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
-#include <future>
 #include <new>
 #include <numeric>
 #include <optional>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "client/core/link/delayed_tasks.h"
 #include "client/core/rows/memory/copy_threads.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
@@ -172,31 +169,6 @@ TEST_F(ClientShortage, RowsAreCopiedByTheThreadsThatThereAre) {
   threads = 0;
   client::internal::CopyThreads(4).Copy(to.data(), from.data(), static_cast<int64_t>(from.size()));
   EXPECT_EQ(to, from);
-}
-
-TEST_F(ClientShortage, TaskWithoutAThreadNeverRunsAndExistingThreadsTakeOthers) {
-  std::vector<int> ran;
-  std::promise<void> busy, free, last;
-  threads = 0;
-  client::internal::DelayedTasks workers(4);
-  EXPECT_THROW(workers.Run(&ran, [&] { ran.push_back(0); }), std::system_error);
-  EXPECT_FALSE(workers.Withdraw(&ran));
-  threads = 1;
-  workers.Run(&ran, [&] {
-    busy.set_value();
-    free.get_future().wait();
-    ran.push_back(1);
-  });
-  busy.get_future().wait();
-  workers.Run(&ran, [&] {
-    ran.push_back(2);
-    last.set_value();
-  });
-  workers.Run(&free, [&] { ran.push_back(3); });
-  EXPECT_TRUE(workers.Withdraw(&free));
-  free.set_value();
-  last.get_future().wait();
-  EXPECT_THAT(ran, testing::ElementsAre(1, 2));
 }
 
 }  // namespace
