@@ -49,7 +49,7 @@ set_source_files_properties(${product}/server/transport/region_registry.cc PROPE
 add_library(headwater_fuzz_flags INTERFACE)
 target_include_directories(headwater_fuzz_flags INTERFACE ${PROJECT_SOURCE_DIR}/client/core/include ${FUZZ_XXHASH_INCLUDE_DIR})
 target_compile_options(headwater_fuzz_flags INTERFACE
-  -fsanitize=fuzzer-no-link -fsanitize-coverage-ignorelist=${CMAKE_CURRENT_SOURCE_DIR}/coverage.ignore
+  -O1 -fsanitize=fuzzer-no-link -fsanitize-coverage-ignorelist=${CMAKE_CURRENT_SOURCE_DIR}/coverage.ignore
   -fprofile-instr-generate -fcoverage-mapping)
 target_link_options(headwater_fuzz_flags INTERFACE -fprofile-instr-generate)
 target_link_libraries(headwater_fuzz_flags INTERFACE headwater_build_flags headwater_kernels_api headwater_proto)
