@@ -261,10 +261,12 @@ void ExpectEnds(const ServerSetup& setup, grpc::StatusCode code, const std::stri
     const grpc::Status ended = EndOf(*(stub.*method)(&context));
     EXPECT_EQ(ended.error_code(), code);
     EXPECT_THAT(ended.error_message(), HasSubstr(limit));
+    return ReasonOf(ended);
   };
+  const char* const reason = code == grpc::StatusCode::CANCELLED ? "CANCELLED" : "DEADLINE_EXCEEDED";
   for (int repeat = 0; repeat < 3; ++repeat) {
-    expect(&Loss::ComputeLoss, server.loss());
-    expect(&Loss::TransferRows, server.loss());
+    EXPECT_EQ(expect(&Loss::ComputeLoss, server.loss()), reason);
+    EXPECT_EQ(expect(&Loss::TransferRows, server.loss()), reason);
     expect(&Heads::UploadWeights, server.heads());
   }
 }

@@ -8,11 +8,13 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <fstream>
 #include <functional>
 #include <future>
 #include <map>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -23,8 +25,9 @@
 
 namespace {
 
-// While set, no file takes a byte.
-std::atomic<bool> disk_is_full{false};
+// While set, no file takes a byte; while set, each write to a file waits.
+std::atomic<bool> disk_is_full{false}, disk_hangs{false};
+std::atomic<int> hanging_writes{0};
 
 }  // namespace
 
@@ -32,11 +35,17 @@ std::atomic<bool> disk_is_full{false};
 extern "C" ssize_t __real_write(int descriptor, const void* data, size_t byte_count);
 extern "C" ssize_t __wrap_write(int descriptor, const void* data, size_t byte_count) {
   struct stat status;
-  if (!disk_is_full || descriptor <= STDERR_FILENO || fstat(descriptor, &status) != 0 || !S_ISREG(status.st_mode)) {
+  if ((!disk_is_full && !disk_hangs) || descriptor <= STDERR_FILENO || fstat(descriptor, &status) != 0 ||
+      !S_ISREG(status.st_mode)) {
     return __real_write(descriptor, data, byte_count);
   }
-  errno = ENOSPC;
-  return -1;
+  if (disk_is_full) {
+    errno = ENOSPC;
+    return -1;
+  }
+  ++hanging_writes;
+  while (disk_hangs) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return __real_write(descriptor, data, byte_count);
 }
 
 namespace headwater::testing {
@@ -137,8 +146,15 @@ Rows StepStateRows() {
   rows.push_back({"NON_FINITE_VALUES", [](Trial& t) { return t.Submit({.id = 0, .refuse_non_finite = true, .has_nan = true}); }});
   rows.push_back({"NON_FINITE_GRADIENT", [](Trial& t) { return t.Apply({.ids = {0}}); },
                   [](Trial& t) {
-                    EXPECT_EQ(t.Submit({.id = 0, .has_nan = true}), "COMMITTED DIRECT");
-                    EXPECT_EQ(t.Seal({.ids = {0}}), "OK");
+                    const LossReply reply = t.Compute({.id = 0, .has_nan = true});
+                    EXPECT_EQ(reply.summary.terms(0).non_finite_row_count(), 1);
+                    v1::SealStepRequest seal;
+                    *seal.mutable_head() = t.server().At(t.Head(), 0);
+                    seal.mutable_expected()->mutable_ids()->add_ids(0);
+                    v1::SealStepResponse sealed;
+                    EXPECT_EQ(ReasonOf(t.server().Call(&Heads::SealStep, seal, &sealed)), "OK");
+                    EXPECT_GT(sealed.non_finite_count(), 0);
+                    EXPECT_EQ(sealed.totals().non_finite_row_count(), 1);
                   }});
   rows.push_back({"STEP_LOST",
                   [](Trial& t) { return t.Submit({.id = 0}); },
@@ -399,6 +415,18 @@ TEST(ReasonTable, HasARowForEveryReason) {
     row_counts.erase(name);
   }
   EXPECT_THAT(row_counts, IsEmpty()) << "rows for reasons that there are not";
+}
+
+TEST(Save, KeepsNoMicroBatchWaiting) {
+  Trial t({.checkpoints = true}, 1);
+  t.Head();
+  t.Head("other");
+  disk_hangs = true;
+  auto save = std::async(std::launch::async, [&t] { return t.Save("x"); });
+  EXPECT_TRUE(Await([] { return hanging_writes > 0; }));
+  for (const char* const head : {"student", "other"}) EXPECT_EQ(t.Submit({.id = 0, .head = head}), "COMMITTED DIRECT") << head;
+  disk_hangs = false;
+  EXPECT_EQ(save.get(), "OK");
 }
 
 }  // namespace

@@ -117,7 +117,9 @@ def made(document: dict[str, Any], folder: Path, trainer_arguments: list[str]) -
 def probe(container: dict[str, Any], kind: str) -> bool:
     fields = container[kind]
     command = ["podman", "exec", podman_name(SIDECAR), *fields["exec"]["command"]]
-    return run(*command, check=False, timeout_s=fields["timeoutSeconds"]).returncode == 0
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return run(*command, check=False, timeout_s=fields["timeoutSeconds"]).returncode == 0
+    return False
 
 
 def start_sidecar(sidecar: dict[str, Any]) -> None:
@@ -210,6 +212,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kill_in_step", type=int, metavar="STEP")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the pod is removed
     arguments.folder.mkdir()
     document = yaml.safe_load(arguments.manifest.read_text())
     play(document, arguments.local.read_text(), arguments.folder.resolve(), arguments.kill_in_step)

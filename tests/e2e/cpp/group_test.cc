@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -92,6 +93,7 @@ class Group : public ::testing::Test {
     const HeadInfo info = Value(head->Info());
     EXPECT_EQ(info.state, HeadState::kRestored);
     EXPECT_EQ(info.restored_checkpoint, checkpoint);
+    EXPECT_EQ(std::get<AdamW>(head->spec().optimizer).weight_decay, 0.1);
     EXPECT_EQ(Value(head->Take()).open_step, step_);
     EXPECT_EQ(Weight(*head), weight_);
     EXPECT_NE(TrainStep(*head, step_), weight_);

@@ -243,6 +243,30 @@ std::vector<TransactionRow> SessionRows() {
                     EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED DIRECT");
                   },
                   {"0 COMMITTED STAGED", "1 COMMITTED HELD"}});
+  rows.push_back({"NoLeaseEndsWhileACallRuns",
+                  "a session never ends while one of its calls runs; if it is closed meanwhile, what the call leaves goes",
+                  [](Trial& t) {
+                    const std::string session = t.OpenSession(1200);
+                    t.Head();
+                    t.server().gate().Close();
+                    const auto call = t.Open({.id = 0, .explicit_commit = true, .session = session}, 3);
+                    t.server().gate().AwaitWaiting();
+                    Sleep(1500);
+                    t.server().gate().Open();
+                    EXPECT_EQ(call->Answer(), "STAGED STAGED");
+                    EXPECT_EQ(t.Commit({.id = 0, .session = session}), "OK");
+                    t.server().gate().Close();
+                    const auto last = t.Open({.id = 1, .explicit_commit = true, .session = session}, 3);
+                    t.server().gate().AwaitWaiting();
+                    auto close = std::async(std::launch::async, [&] { return t.CloseSession(session); });
+                    EXPECT_TRUE(Await([&] { return t.KeepAlive(session) == "SESSION_NOT_FOUND"; }));
+                    t.server().gate().Open();
+                    last->Answer();
+                    EXPECT_EQ(close.get(), "OK");
+                    EXPECT_TRUE(Await([&] { return t.MicroBatch(1) == "1 DISCARDED STAGED"; })) << t.MicroBatch(1);
+                  },
+                  StageAndCommitFirst,
+                  {"0 COMMITTED STAGED", "1 DISCARDED STAGED"}});
   rows.push_back({"TheSessionIsClosed",
                   "a closed session's uncommitted contributions go; closing again is no error",
                   [](Trial& t) {

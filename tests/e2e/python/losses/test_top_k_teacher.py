@@ -60,11 +60,14 @@ def test_a_commit_multiplies_the_contribution(each_way, make_head, rng, staging_
     case = Case(rng)
     head = make_head(each_way.client, case.weight, staging_slots=staging_slots)
     late = staging_slots == 0
-    out = head.jsd(case.hidden, case.teacher, beta=0, micro_batch=0, commit="explicit", late_token_factors=late, allow_held=late)
+    targets = np.where(np.arange(NUM_TOKENS) % 3, 0, -100)  # rows that are left out, unless their factors come later
+    options = {"targets": targets, "commit": "explicit", "late_token_factors": late, "allow_held": late}
+    out = head.jsd(case.hidden, case.teacher, beta=0, micro_batch=0, **options)
     assert out.form == ("HELD" if late else "STAGED")
     factors = rng.uniform(-1, 2, NUM_TOKENS).astype(np.float32) if late else None
     out.commit(factor=0.5, token_factors=factors)
-    check(head.gradient(), case.expected(weights=0.5 * (np.ones(NUM_TOKENS) if factors is None else factors))[2])
+    weights = 0.5 * (np.ones(NUM_TOKENS) if factors is None else factors) * (targets != -100)
+    check(head.gradient(), case.expected(weights=weights)[2])
 
 
 def test_options_without_a_meaning_are_refused(one_shard, make_head, rng):

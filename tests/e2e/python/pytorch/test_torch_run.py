@@ -164,10 +164,11 @@ def test_a_beginning_that_nothing_has_changed_needs_no_state(one_shard, make_hea
 
 def test_ranks_may_have_states_of_their_own(tmp_path):
     model = torch.nn.Linear(2, 2)
-    state, ranked = (headwater.torch.TrainerState(tmp_path, rank=rank, model=model) for rank in (None, 1))
-    state.save(1)
+    state, ranked = (headwater.torch.TrainerState(tmp_path, rank=rank, keep=2, model=model) for rank in (None, 1))
+    for step in (1, 2, 10):
+        state.save(step)
     ranked.save(2)
-    assert not state.every_rank and ranked.every_rank and state.steps() == [1] and ranked.steps() == [2]
+    assert not state.every_rank and ranked.every_rank and state.steps() == [2, 10] and ranked.steps() == [2]
     with refused("MISSING_FIELD", ValueError):
         headwater.torch.TrainerState(tmp_path)
     with refused("INVALID_FIELD", ValueError):

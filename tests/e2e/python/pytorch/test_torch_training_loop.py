@@ -317,18 +317,24 @@ STEPS = 8
 
 
 @pytest.fixture
-def undisturbed(one_shard, names, tmp_path):
-    run = Trainer(one_shard.client, names(one_shard.client), tmp_path / "undisturbed")
+def tied():
+    """Who owns the tied weight; None: it is not tied."""
+    return "server"
+
+
+@pytest.fixture
+def undisturbed(one_shard, names, tmp_path, tied):
+    run = Trainer(one_shard.client, names(one_shard.client), tmp_path / "undisturbed", tied=tied)
     assert run.loop.resume() == 0
     run.train(STEPS)
     return run.parameters()
 
 
 @pytest.fixture
-def start(one_shard, names, tmp_path):
+def start(one_shard, names, tmp_path, tied):
     """Starts the trainer process of a run, a first time or again."""
     name = names(one_shard.client)
-    return lambda **options: Trainer(one_shard.client, name, tmp_path / "state", **options)
+    return lambda **options: Trainer(one_shard.client, name, tmp_path / "state", tied=tied, **options)
 
 
 def begun(start, until, **options):
@@ -346,7 +352,8 @@ def finish(run, step, undisturbed):
         assert torch.equal(value, undisturbed[name]), name
 
 
-def test_a_trainer_that_is_started_again_goes_on_where_the_last_checkpoint_is(start, undisturbed):
+@pytest.mark.parametrize("tied", (None, "trainer", "server"))
+def test_a_trainer_that_is_started_again_goes_on_where_the_last_checkpoint_is(start, undisturbed, tied):
     first = begun(start, 5)
     inputs, targets = micro_batch(5, 0)
     lost = first.loss_fn(first.model.body(inputs), targets)  # dies between forward and backward
