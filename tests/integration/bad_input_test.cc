@@ -189,7 +189,7 @@ std::unique_ptr<Message> BadInput::ValidRequest(const std::string& rpc, bool chu
     text = absl::StrReplaceAll(text, {{"$NAME", head_.name()},
                                       {"$EPOCH", absl::CEscape(head_.head.epoch())},
                                       {"$ROWS", absl::CEscape(rows_)},
-                                      {"$SESSION", session_},
+                                      {"$SESSION", absl::CEscape(session_)},
                                       {"$COUNT", absl::StrCat(++upload_count_)}});
     EXPECT_TRUE(google::protobuf::TextFormat::ParseFromString(text, request.get())) << text;
   }

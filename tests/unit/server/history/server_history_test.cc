@@ -27,7 +27,7 @@ namespace {
 // Two minutes of one core that others use too, and a third of it under AddressSanitizer, where a history takes twenty times as
 // long.
 #if defined(HEADWATER_SANITIZED)
-constexpr int kDefaultHistories = 400;
+constexpr int kDefaultHistories = HEADWATER_SANITIZED;
 #else
 constexpr int kDefaultHistories = 20000;
 #endif
