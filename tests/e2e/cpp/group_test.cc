@@ -26,7 +26,9 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kVocabSize = 211;
 constexpr int64_t kHiddenSize = 23;
 constexpr int64_t kRows = 37;
-constexpr int64_t kManyRows = 16384;  // of a micro-batch that something happens to
+// Of a micro-batch that something happens to. They fit into a connection's buffers: while a rank that hangs is sent more, its call
+// has no answer before the server restarts.
+constexpr int64_t kManyRows = 1024;
 // Seconds from what happens to the answer of the calls in progress.
 constexpr double kLongestAnswer = 10;
 
@@ -115,7 +117,7 @@ TEST_F(Group, NoticesAWorkerThatHangs) {
   server_.worker(1).Signal(SIGSTOP);
   caller.join();
   EXPECT_LE(std::chrono::duration<double>(Clock::now() - start).count(), kLongestAnswer);
-  EXPECT_EQ(answer.code(), absl::StatusCode::kAborted) << answer;
+  EXPECT_EQ(answer.code(), absl::StatusCode::kAborted) << answer << server_.log();
   EXPECT_EQ(ErrorReason(answer), "STEP_LOST") << answer;
   server_.worker(1).Signal(SIGKILL);
   server_.worker(1).Wait();
