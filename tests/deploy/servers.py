@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,18 @@ def program(name: str) -> str:
     return path
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
+    """Returns the first true value of `condition`, whose OSErrors count as false."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
+    last = None
+    while time.monotonic() < deadline:
+        try:
+            if value := condition():
+                return value
+        except OSError as error:
+            last = error
         time.sleep(0.02)
+    raise TimeoutError(f"waited {timeout_s} s for {what}; last: {last}")
 
 
 def write_program(path: Path, text: str) -> None:

@@ -370,7 +370,7 @@ def test_a_server_with_these_flags_answers_these_probes_and_drains(name, tmp_pat
         container = manifests.server(spec)
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert ("exec" in container[kind]) == (tls or name.startswith("sidecar"))
-            wait_until(functools.partial(place.probe, container[kind]), f"{kind} fails")
+            wait_until(functools.partial(place.probe, container[kind]), f"the {kind} to pass")
         assert not place.probe(
             {"exec": {"command": [CTL, f"--server=unix:{folder}/run/nobody", "--connect_timeout=100ms", "health"]}}
         )
@@ -433,7 +433,7 @@ def test_a_group_with_these_flags_serves_when_it_is_whole(name, tmp_path_factory
         assert any(argument.startswith("--join_ca=") for argument in arguments) == tls
         arguments += ["--memory_budget_bytes=67108864", "--log_level=warning"]
         workers += [subprocess.Popen([program("headwaterd"), *arguments], stderr=subprocess.DEVNULL) for _ in range(2)]
-        wait_until(lambda: place.probe(manifests.server(leader)["readinessProbe"]), "the group does not form")
+        wait_until(lambda: place.probe(manifests.server(leader)["readinessProbe"]), "the group to form")
     finally:
         status = place.stop()
         for process in workers:
@@ -462,7 +462,7 @@ def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_fact
         place.process.send_signal(signal.SIGSTOP)
         assert not place.probe(probes["livenessProbe"])
         place.process.send_signal(signal.SIGCONT)
-        wait_until(lambda: place.probe(probes["livenessProbe"]), "it does not go on")
+        wait_until(lambda: place.probe(probes["livenessProbe"]), "it to go on")
         with grpc.insecure_channel(f"unix:{folder}/run/headwater.sock") as channel:
             stub = head_service_pb2_grpc.HeadServiceStub(channel)
             spec_of_head = head_service_pb2.HeadSpec(vocab_size=8, hidden_size=4, data_type=tensor_pb2.DATA_TYPE_FLOAT32)
@@ -471,7 +471,7 @@ def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_fact
             upload = stub.UploadWeights(requests(head), timeout=START_TIMEOUT_S)
             assert next(upload).WhichOneof("message") == "resume_offset_bytes"
             place.terminate()
-            wait_until(lambda: not place.probe(probes["readinessProbe"]), "it stays ready")
+            wait_until(lambda: not place.probe(probes["readinessProbe"]), "it to be unready")
             assert place.process.poll() is None
             release.set()
             assert next(upload).head.state == head_service_pb2.HEAD_STATE_READY

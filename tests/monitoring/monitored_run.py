@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -19,25 +18,11 @@ import headwater
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "deploy"))
 
-from servers import START_TIMEOUT_S, start_server
+from servers import start_server, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "monitoring" / "headwater.rules.yaml"
 SCRAPE_INTERVAL_S = 0.5
-
-
-def await_condition(condition, what: str, timeout_s: float = START_TIMEOUT_S):
-    """Returns the first true value of `condition`, whose errors count as false."""
-    deadline = time.monotonic() + timeout_s
-    last = None
-    while time.monotonic() < deadline:
-        try:
-            if value := condition():
-                return value
-        except OSError as error:
-            last = error
-        time.sleep(0.05)
-    raise TimeoutError(f"waited {timeout_s} s for {what}; last: {last}")
 
 
 def find_prometheus() -> tuple[str, str] | None:
@@ -81,7 +66,7 @@ class Prometheus:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=10) as answer:
                 return answer.status == 200
 
-        await_condition(is_ready, "Prometheus")
+        wait_until(is_ready, "Prometheus")
 
     def get(self, path: str, **parameters: object):
         """The `data` of an answer of its HTTP API."""

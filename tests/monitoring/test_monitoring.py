@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # whatever the working directory is
 
-from monitored_run import ROOT, RULES, await_condition, find_prometheus, monitored_training
+from monitored_run import ROOT, RULES, find_prometheus, monitored_training, wait_until
 
 MONITORING = ROOT / "deploy" / "monitoring"
 RULE_TESTS = Path(__file__).resolve().parent / "headwater.rules.test.yaml"
@@ -110,13 +110,13 @@ def test_a_real_prometheus_sees_a_real_run():
         # Conventions of names and units, of what is really served.
         assert promtool("check", "metrics", text=server.scrape()).strip() == ""
 
-        await_condition(lambda: training.steps >= 4 or training.error, "four steps")
+        wait_until(lambda: training.steps >= 4 or training.error, "four steps")
         # The scrapes that succeed: one that comes later than the short interval allows, on a busy machine, is none.
-        await_condition(lambda: prometheus.query('sum(sum_over_time(up{job="headwater"}[1h])) >= 12'), "scrapes")
+        wait_until(lambda: prometheus.query('sum(sum_over_time(up{job="headwater"}[1h])) >= 12'), "scrapes")
         assert training.error is None
         # A rate needs two scrapes after the first event.
         for phase in ("upload", "queue", "compute", "download", "commit"):
-            await_condition(lambda phase=phase: prometheus.query(f"rate(headwater_{phase}_seconds_count[20s]) > 0"), phase)
+            wait_until(lambda phase=phase: prometheus.query(f"rate(headwater_{phase}_seconds_count[20s]) > 0"), phase)
 
         scraped = {re.sub(r"_(bucket|sum|count)$", "", name) for name in prometheus.get("label/__name__/values")}
         wanted = documented() | set(re.findall(r"- record: (\S+)", RULES.read_text()))
@@ -145,7 +145,7 @@ def test_a_real_prometheus_sees_a_real_run():
 
         groups = prometheus.get("rules")["groups"]
         rules = [rule for group in groups for rule in group["rules"]]
-        await_condition(
+        wait_until(
             lambda: all(rule["health"] == "ok" for group in prometheus.get("rules")["groups"] for rule in group["rules"]), "rules"
         )
         assert len(rules) == RULES.read_text().count("- record: ") + len(alert_names())

@@ -16,7 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # whatever the working directory is
 
-from monitored_run import Server, Training, await_condition
+from monitored_run import Server, Training, wait_until
 from servers import program
 
 # The outcomes of a step of Training, and of two.
@@ -75,7 +75,7 @@ def test_top_shows_a_real_run(server):
     training = Training(server.address)
     training.start()
     try:
-        await_condition(lambda: training.steps >= 2 or training.error, "two steps")
+        wait_until(lambda: training.steps >= 2 or training.error, "two steps")
         metrics = f"127.0.0.1:{server.metrics_port}"
 
         # On a busy machine a step may take long: the next look is over twice the time.
@@ -91,8 +91,8 @@ def test_top_shows_a_real_run(server):
             found = top(server, "--once", "--interval=1s", f"--metrics={metrics}")
             return found if found.returncode != 0 or "committed" in found.stdout else None
 
-        seen = await_condition(look_at_steps, "a look with all of two steps", timeout_s=300)
-        text = await_condition(look_at_commits, "a look with a micro-batch that was added", timeout_s=300)
+        seen = wait_until(look_at_steps, "a look with all of two steps", timeout_s=300)
+        text = wait_until(look_at_commits, "a look with a micro-batch that was added", timeout_s=300)
     finally:
         training.stop()
     assert seen["serving"] and seen["engine"] == "cpu" and seen["version"]
@@ -219,7 +219,7 @@ def test_on_a_terminal_a_look_replaces_the_last_one(server):
         return seen.count(b"\x1b[H") >= 3
 
     try:
-        await_condition(more, "three looks")
+        wait_until(more, "three looks")
         assert process.poll() is None
         assert b"SERVING" in seen and b"\x1b[J" in seen
     finally:

@@ -1,4 +1,4 @@
-// A server whose engine is held in its middle: what probes are told meanwhile, and how it is drained. The engine is the stand-in
+// A server whose engine is held in its middle: what probes report meanwhile, and how it is drained. The engine is the stand-in
 // for the CUDA module (tests/integration/support/fake_cuda_module.cc).
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
@@ -39,7 +39,7 @@ class HeldModule : public ::testing::Test {
   const EnvironmentVariable hold_{"HEADWATER_FAKE_HOLD", folder_.path()};
 };
 
-// What probes are told in every state of a server: by grpc.health.v1.Health, as the kubelet asks it, of the server as a whole and
+// What probes report in every state of a server: by grpc.health.v1.Health, as the kubelet asks it, of the server as a whole and
 // of each service, and by `headwaterctl health`, whose exit status a probe with a command goes by. The table is in
 // docs/operations.md.
 
@@ -100,7 +100,7 @@ TEST(GroupProbes, TellOfALostRank) {
   ExpectAll(server.target(), kServing);
   server.worker(1).Signal(SIGKILL);
   server.worker(1).Wait();
-  // It begins anew in its own place: between two answers there may be none.
+  // It restarts in place: between two answers there may be none.
   EXPECT_TRUE(AwaitAnswer(server.target(), kNotServing)) << server.log();
   EXPECT_TRUE(Await([&] { return Command(server.target()).out == "NOT_SERVING\n"; }));
   EXPECT_TRUE(server.process().Running());
@@ -142,6 +142,14 @@ class Drain : public HeldModule {
   static absl::StatusOr<client::ApplyResult> Apply(client::Head& head) {
     return head.Apply(0, {.learning_rate = 0.01, .expected = 1});
   }
+  // The server starts again with the head as it was.
+  static void ExpectRestored(ServerProcess& server, const std::vector<float>& weight, int64_t open_step) {
+    server.Start();
+    client::Client client = Connect(server);
+    client::Head head = Value(client.OpenHead("h"));
+    EXPECT_EQ(Weight(head), weight);
+    EXPECT_EQ(Value(head.Take()).open_step, open_step);
+  }
 };
 
 TEST_F(Drain, WaitsForAnOptimizerStepThatIsBeingAppliedAndSavesIt) {
@@ -174,11 +182,7 @@ TEST_F(Drain, WaitsForAnOptimizerStepThatIsBeingAppliedAndSavesIt) {
   EXPECT_EQ(server.process().Wait(), 0) << server.log();
   EXPECT_THAT(server.log(), HasSubstr("event=drained clean=true"));
 
-  server.Start();
-  client::Client later = Connect(server);
-  client::Head restored = Value(later.OpenHead("h"));
-  EXPECT_EQ(Weight(restored), expected);
-  EXPECT_EQ(Value(restored.Take()).open_step, 1);
+  ExpectRestored(server, expected, 1);
 }
 
 TEST_F(Drain, AStepThatItDoesNotWaitForIsNotAppliedAtAll) {
@@ -196,11 +200,7 @@ TEST_F(Drain, AStepThatItDoesNotWaitForIsNotAppliedAtAll) {
   EXPECT_EQ(server.process().Wait(), 1) << server.log();
   EXPECT_THAT(server.log(), HasSubstr("the drain timeout passed; calls were cancelled"));
 
-  server.Start();
-  client::Client later = Connect(server);
-  client::Head restored = Value(later.OpenHead("h"));
-  EXPECT_EQ(Weight(restored), before);
-  EXPECT_EQ(Value(restored.Take()).open_step, 0);
+  ExpectRestored(server, before, 0);
 }
 
 }  // namespace
