@@ -41,6 +41,9 @@ set(parser_sources
   ${product}/server/service/request/head_request.cc
   ${product}/server/transport/region_registry.cc)
 set_source_files_properties(${plantable_sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+# That of rpc_sequence, whose object comes from the server's library.
+set_source_files_properties(${product}/server/service/head/upload_store.cc TARGET_DIRECTORY headwater_service PROPERTIES
+  SKIP_UNITY_BUILD_INCLUSION ON)
 # They call an engine, which is not there: nothing here has its type.
 set_source_files_properties(${product}/server/transport/region_registry.cc PROPERTIES
   COMPILE_OPTIONS -fno-sanitize=vptr)
