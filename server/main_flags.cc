@@ -77,8 +77,7 @@ HEADWATER_SERVER_FLAG(
 HEADWATER_FLAG(
     std::string, port_file, "",
     "file that gets the addresses served on, one a line, those for admin last, once the server is ready; empty: none. They "
-    "are also "
-    "printed on stdout");
+    "are also printed on stdout");
 HEADWATER_SERVER_FLAG(
     std::string, metrics_address, "127.0.0.1:9464",
     "host:port of the Prometheus endpoint /metrics (port 0 picks one); 0.0.0.0 and [::] are all addresses of IPv4 and IPv6; "

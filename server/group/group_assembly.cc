@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -93,7 +94,8 @@ absl::Status GroupAssembly::Serve(JoinCall& call) {
   slot->link = std::make_shared<RankLink>([&call](const v1::JoinResponse& response) { return call.Send(response); },
                                           [&call] { call.Cancel(); });
   HEADWATER_RETURN_IF_ERROR(TakePlace(slot));
-  // From here on other threads use the link, and through it the call, until it is closed.
+  // From here on other threads use the link, and through it the call, until it is broken.
+  std::thread sender([link = slot->link] { link->SendAll(); });
   while (call.Read(&message)) {
     {
       absl::MutexLock lock(&mutex_);
@@ -104,7 +106,8 @@ absl::Status GroupAssembly::Serve(JoinCall& call) {
     if (message.alive().leaving() && options_.on_worker_leaving) options_.on_worker_leaving();
     slot->link->Deliver(std::move(message));
   }
-  slot->link->Close(MakeError(ErrorReason::kEngineFailed, "the worker's call has ended"));
+  slot->link->Break(MakeError(ErrorReason::kEngineFailed, "the worker's call has ended"));
+  sender.join();
   absl::MutexLock lock(&mutex_);
   if (slot->rank == 0) {
     slots_.erase(std::find(slots_.begin(), slots_.end(), slot));
@@ -184,7 +187,7 @@ void GroupAssembly::Welcome(const Slot& slot, const std::vector<std::string>& ad
   welcome.set_secret(secret);
   welcome.set_engine(options_.engine_name);
   welcome.set_setup_timeout_ms(absl::ToInt64Milliseconds(options_.setup_timeout));
-  slot.link->Send(response).IgnoreError();  // the link keeps the error
+  slot.link->Send(std::move(response)).IgnoreError();  // the link keeps the error
 }
 
 EnginesTogether GroupAssembly::MakeOwnRanks(const std::vector<std::string>& addresses, const std::string& secret,

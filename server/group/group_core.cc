@@ -57,7 +57,6 @@ void GroupCore::Dismiss() {
 }
 
 void GroupCore::Lose(const absl::Status& reason) {
-  absl::Status lost;
   {
     absl::MutexLock lock(&lost_mutex_);
     if (lost_.ok()) {
@@ -65,9 +64,8 @@ void GroupCore::Lose(const absl::Status& reason) {
                   ? reason
                   : MakeError(ErrorReason::kEngineFailed, absl::StrCat("the group is lost: ", std::string(reason.message())));
     }
-    lost = lost_;
   }
-  for (const Rank& rank : ranks_) rank.abort(lost);
+  for (const Rank& rank : ranks_) rank.abort(lost());
 }
 
 GroupCore::Turn::Turn(GroupCore& core) : core_(core), lock_(&core.turn_mutex_) {

@@ -22,9 +22,7 @@ absl::Status NotFound() {
 
 absl::StatusOr<SessionRegistry::Grant> SessionRegistry::Open(const std::string& client_name, absl::Duration lease,
                                                              std::vector<Expired>* expired) {
-  if (lease <= absl::ZeroDuration()) {
-    return FieldError(ErrorReason::kInvalidField, "lease", "> 0", absl::FormatDuration(lease));
-  }
+  if (lease <= absl::ZeroDuration()) return FieldError(ErrorReason::kInvalidField, "lease", "> 0", absl::FormatDuration(lease));
   Grant grant;
   grant.lease = std::min(lease, limits_.max_lease);
   // From the kernel itself: a fork cannot repeat it, and it is as good as the operating system's randomness.

@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -30,14 +31,14 @@ class RankLink {
   static constexpr size_t kMaxReplies = 64;
   static constexpr int64_t kMaxReplyBytes = int64_t{8} << 20;
 
-  // `send` returns false once the call has ended; `cancel` ends it, so that a `send` in progress returns. Neither is called after
-  // Close().
+  // `send` returns false once the call has ended, which `cancel` brings about. `cancel` is called once, by the first Break().
   RankLink(std::function<bool(const v1::JoinResponse&)> send, std::function<void()> cancel)
       : send_(std::move(send)), cancel_(std::move(cancel)) {}
 
-  // Waits while the worker takes nothing, but not beyond Break(). kEngineFailed once the link is closed.
-  absl::Status Send(const v1::JoinResponse& message);
-  // Waits for the next reply, in the order of arrival. kEngineFailed once the link is closed.
+  // Waits while the worker takes nothing, but not beyond Break(). The message leaves later, after those before it. kEngineFailed
+  // once the link is broken.
+  absl::Status Send(v1::JoinResponse message);
+  // Waits for the next reply, in the order of arrival. kEngineFailed once the link is broken.
   absl::StatusOr<v1::RankReply> AwaitReply();
   // Ends the call. The first reason stays. Any thread.
   void Break(const absl::Status& reason);
@@ -45,10 +46,11 @@ class RankLink {
   // For the handler. Waits while too many replies are untaken. So a worker that sends unrequested replies is no longer read, counts
   // as silent, and costs no memory. Any message is a sign of life.
   void Deliver(v1::JoinRequest message);
-  // Waits for a `send` in progress.
-  void Close(const absl::Status& reason);
+  // Sends what Send() was given, until the link is broken. A thread of its own: gRPC's write to a worker that hangs waits for TCP,
+  // cancelled or not.
+  void SendAll();
 
-  // Not OK once broken or closed. Any thread, as the others below.
+  // Not OK once broken. Any thread, as the others below.
   absl::Status status() const {
     absl::MutexLock lock(&mutex_);
     return status_;
@@ -66,9 +68,9 @@ class RankLink {
 
  private:
   const std::function<bool(const v1::JoinResponse&)> send_;
-  absl::Mutex send_mutex_;  // held for a `send`; taken before mutex_
   mutable absl::Mutex mutex_;
   std::function<void()> cancel_ ABSL_GUARDED_BY(mutex_);
+  std::optional<v1::JoinResponse> unsent_ ABSL_GUARDED_BY(mutex_);
   std::deque<v1::RankReply> replies_ ABSL_GUARDED_BY(mutex_);
   int64_t reply_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);

@@ -1,6 +1,7 @@
 // The ranks of a group: engines of this process, and those of workers, behind the links by which they have joined.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -389,11 +390,24 @@ class RemoteEngine final : public LossEngine {
 
 }  // namespace
 
-absl::Status RankLink::Send(const v1::JoinResponse& message) {
-  absl::MutexLock sending(&send_mutex_);
-  if (absl::Status status = this->status(); !status.ok()) return status;
-  if (!send_(message)) Break(MakeError(ErrorReason::kEngineFailed, "the worker's call has ended"));
-  return status();
+absl::Status RankLink::Send(v1::JoinResponse message) {
+  const auto is_free = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return !unsent_.has_value() || !status_.ok(); };
+  absl::MutexLock lock(&mutex_);
+  mutex_.Await(absl::Condition(&is_free));
+  if (status_.ok()) unsent_ = std::move(message);
+  return status_;
+}
+
+void RankLink::SendAll() {
+  const auto is_due = [this]() ABSL_SHARED_LOCKS_REQUIRED(mutex_) { return unsent_.has_value() || !status_.ok(); };
+  v1::JoinResponse message;
+  do {
+    absl::MutexLock lock(&mutex_);
+    mutex_.Await(absl::Condition(&is_due));
+    if (!status_.ok()) return;
+    message = *std::exchange(unsent_, std::nullopt);
+  } while (send_(message));
+  Break(MakeError(ErrorReason::kEngineFailed, "the worker's call has ended"));
 }
 
 absl::StatusOr<v1::RankReply> RankLink::AwaitReply() {
@@ -409,8 +423,9 @@ absl::StatusOr<v1::RankReply> RankLink::AwaitReply() {
 
 void RankLink::Break(const absl::Status& reason) {
   absl::MutexLock lock(&mutex_);
-  if (status_.ok()) status_ = reason;
-  if (cancel_) cancel_();
+  if (!status_.ok()) return;
+  status_ = reason;
+  cancel_();
 }
 
 void RankLink::Deliver(v1::JoinRequest message) {
@@ -426,13 +441,6 @@ void RankLink::Deliver(v1::JoinRequest message) {
   if (!status_.ok()) return;
   reply_bytes_ += ReplyBytes(message.reply());
   replies_.push_back(std::move(*message.mutable_reply()));
-}
-
-void RankLink::Close(const absl::Status& reason) {
-  Break(reason);
-  absl::MutexLock sending(&send_mutex_);
-  absl::MutexLock lock(&mutex_);
-  cancel_ = nullptr;
 }
 
 Rank MakeLocalRank(std::unique_ptr<LossEngine> engine) {

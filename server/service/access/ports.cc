@@ -160,9 +160,7 @@ bool ListenAddress::is_local() const {
 }
 
 absl::StatusOr<SocketAccess> MakeSocketAccess(const std::string& owner, int mode) {
-  if (mode < 0 || mode > 0777) {
-    return absl::InvalidArgumentError("unix_socket_mode: expected permissions from 0 to 0777, in octal");
-  }
+  if (mode < 0 || mode > 0777) return absl::InvalidArgumentError("unix_socket_mode: expected permissions from 0 to 0777, in octal");
   SocketAccess access;
   access.mode = static_cast<mode_t>(mode);
   const size_t colon = owner.find(':');

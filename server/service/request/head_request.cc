@@ -72,9 +72,7 @@ absl::StatusOr<heads::ExpectedMicroBatches> DecodeExpected(const v1::ExpectedMic
       for (int i = 0; i < ids.size(); ++i) {
         const std::string id_field = absl::StrCat(field, ".ids.ids[", i, "]");
         HEADWATER_RETURN_IF_ERROR(CheckAtLeast(id_field, ids[i], 0));
-        if (!distinct.insert(ids[i]).second) {
-          return InvalidField(id_field, "distinct ids", absl::StrCat(ids[i], " twice"));
-        }
+        if (!distinct.insert(ids[i]).second) return InvalidField(id_field, "distinct ids", absl::StrCat(ids[i], " twice"));
       }
       return heads::ExpectedMicroBatches(std::vector<int64_t>(ids.begin(), ids.end()));
     }
@@ -179,15 +177,11 @@ absl::StatusOr<HeadAtEpoch> DecodeLoad(const v1::LoadWeightsRequest& request) {
     if (text->size() > kMaxTextBytes) {
       return InvalidField(field, absl::StrCat("at most ", kMaxTextBytes, " bytes"), absl::StrCat(text->size(), " bytes"));
     }
-    if (text->find('\0') != std::string::npos) {
-      return InvalidField(field, "text without a zero byte", Quoted(*text));
-    }
+    if (text->find('\0') != std::string::npos) return InvalidField(field, "text without a zero byte", Quoted(*text));
   }
   const std::vector<absl::string_view> folders = absl::StrSplit(request.path(), '/');
   const bool leaves_root = folders.front().empty() || absl::c_linear_search(folders, "..");
-  if (leaves_root) {
-    return InvalidField("path", "a relative path without `..`", Quoted(request.path()));
-  }
+  if (leaves_root) return InvalidField("path", "a relative path without `..`", Quoted(request.path()));
   return head;
 }
 

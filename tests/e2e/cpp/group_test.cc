@@ -26,9 +26,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kVocabSize = 211;
 constexpr int64_t kHiddenSize = 23;
 constexpr int64_t kRows = 37;
-// Of a micro-batch that something happens to. They fit into a connection's buffers: while a rank that hangs is sent more, its call
-// has no answer before the server restarts.
-constexpr int64_t kManyRows = 1024;
+constexpr int64_t kManyRows = 16384;  // of a micro-batch that something happens to: more than a connection buffers
 // Seconds from what happens to the answer of the calls in progress.
 constexpr double kLongestAnswer = 10;
 

@@ -210,8 +210,24 @@ TEST(RankLink, KeepsNoMoreRepliesThanItSays) {
     worker.join();
     EXPECT_EQ(link.messages(), most + 2);
     EXPECT_TRUE(*cancelled);
-    link.Close(absl::OkStatus());
   }
+}
+
+TEST(RankLink, AWriteThatHangsHoldsTheLinksThreadAlone) {
+  absl::Notification ended, failed;
+  group::RankLink link([&](const v1::JoinResponse&) { return ended.WaitForNotificationWithTimeout(absl::Seconds(60)); }, [] {});
+  std::thread sender([&] { link.SendAll(); });
+  std::thread caller([&] {
+    while (link.Send({}).ok()) {
+    }
+    failed.Notify();
+  });
+  EXPECT_FALSE(failed.WaitForNotificationWithTimeout(absl::Milliseconds(50)));
+  link.Break(MakeError(ErrorReason::kEngineFailed, "enough"));
+  EXPECT_TRUE(failed.WaitForNotificationWithTimeout(absl::Seconds(30)));
+  ended.Notify();
+  caller.join();
+  sender.join();
 }
 
 // Who drops a head waits for nobody; and the ranks learn of it though no call follows.
