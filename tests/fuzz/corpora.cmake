@@ -11,18 +11,13 @@ target_include_directories(headwater_fuzz_proto SYSTEM PUBLIC ${CMAKE_CURRENT_BI
 target_link_libraries(headwater_fuzz_proto PUBLIC headwater_proto)
 find_package(nlohmann_json REQUIRED)
 headwater_library(headwater_fuzz_messages
-  SOURCES support/json_file.cc support/message_input.cc support/message_mutator.cc
+  SOURCES support/json_file.cc support/messages.cc
   DEPS headwater_fuzz_proto headwater_kernels_api nlohmann_json::nlohmann_json)
-headwater_library(headwater_fuzz_sequence
-  SOURCES support/client_state.cc support/sequence_client.cc
-  DEPS headwater_fuzz_messages headwater_wire_test_support
-  PRIVATE_DEPS absl::strings)
 
 add_library(headwater_fuzz_corpus_test OBJECT corpus_test.cc)
 target_link_libraries(headwater_fuzz_corpus_test PRIVATE headwater_build_flags GTest::gtest)
 headwater_test_code(headwater_fuzz_corpus_test)
 target_compile_definitions(headwater_fuzz_corpus_test PRIVATE HEADWATER_FUZZ_DIRECTORY="${CMAKE_CURRENT_SOURCE_DIR}")
-headwater_test_code(headwater_fuzz_sequence)
 # A parser has no threads for TSan to watch, and libFuzzer's program gives it to ASan.
 set(targets rpc_sequence)
 if(NOT HEADWATER_SANITIZE MATCHES "thread" AND NOT EXISTS "${HEADWATER_LIBFUZZER}")
@@ -36,7 +31,7 @@ foreach(target ${targets})
   headwater_test(fuzz_${target}_test
     LABELS ${label}
     SOURCES $<TARGET_OBJECTS:headwater_fuzz_corpus_test> targets/${target}.cc
-    DEPS headwater_fuzz_messages headwater_fuzz_sequence headwater_service headwater_client)
+    DEPS headwater_fuzz_messages headwater_wire_test_support headwater_service headwater_client absl::strings)
   # chunk_response reads a header that is the client's own.
   target_include_directories(fuzz_${target}_test PRIVATE ${PROJECT_SOURCE_DIR}/client/core/include)
 endforeach()

@@ -37,7 +37,7 @@ void GiveAll(const std::vector<std::filesystem::path>& files) {
     std::ifstream stream(file, std::ios::binary);
     const std::vector<char> bytes((std::istreambuf_iterator<char>(stream)), std::istreambuf_iterator<char>());
     std::cerr << file.filename().string() << std::endl;  // the last line of one that ends the process
-    EXPECT_EQ(LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()), 0);
+    headwater::fuzz::CheckInput({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
   }
 }
 

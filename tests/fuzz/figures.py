@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Writes a report of fuzz runs as rows for docs/benchmarks/trust.csv.
 
-figures.py REPORT COMMIT OUTPUT.csv     # REPORT: of the last tests/fuzz/run --report
+figures.py REPORT COMMIT OUTPUT.csv     # REPORT: what the last tests/fuzz/run has printed
 """
 
 import os
 import pathlib
+import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -13,42 +14,29 @@ sys.path.insert(0, str(ROOT / "tests" / "bench" / "common"))
 
 import figures  # noqa: E402
 
-SEQUENCES = "rpc_sequence"
-REQUIRED = {SEQUENCES: 200000}
-REQUIRED_OF_A_PARSER = 5000000
 
-
-def machine() -> str:
-    for line in pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
-    return "unknown"
-
-
-def main() -> int:
+def main() -> None:
     report, commit, output = sys.argv[1:]
+    model = re.search(r"^model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    machine = f"{model[1]}, {os.cpu_count()} cores" if model else "unknown"
     rows = []
-
-    def add(case: str, value: object, unit: str, sense: str = "", required: object = "") -> None:
-        row = (case, str(value), unit, sense, str(required), machine(), commit)
-        rows.append(dict(zip(figures.HEADER, row, strict=True)))
-
     for line in pathlib.Path(report).read_text(encoding="utf-8").splitlines():
         target, *pairs = line.split()
         values = dict(pair.split("=") for pair in pairs)
-        unit = "sequences" if target == SEQUENCES else "executions"
-        add(f"fuzz_{target}_{unit}", values["in_all"], unit, "ge", REQUIRED.get(target, REQUIRED_OF_A_PARSER))
-        if values["planted"] != "-":
-            add(f"fuzz_{target}_planted_bug_found_after", values["planted"], unit)
-        for key in ("edges", "features"):
+        unit, required = ("sequences", 200000) if target == "rpc_sequence" else ("executions", 5000000)
+        for case, key, measure in (
+            (unit, "in_all", unit),
+            ("planted_bug_found_after", "planted", unit),
+            ("edges", "edges", "edges"),
+            ("features", "features", "features"),
+            ("lines", "lines", "% of its sources' lines"),
+        ):
             if values[key] != "-":
-                add(f"fuzz_{target}_{key}", values[key], key)
-        if values["lines"] != "-":
-            add(f"fuzz_{target}_lines", values["lines"].rstrip("%"), "% of its sources' lines")
-    rows.sort(key=lambda row: row["case"])
-    figures.write(output, rows)
-    return 0
+                rows.append(figures.row(f"fuzz_{target}_{case}", float(values[key].rstrip("%")), measure, machine, commit))
+            if key == "in_all":
+                rows[-1] |= {"sense": "ge", "required": str(required)}
+    figures.write(output, sorted(rows, key=lambda row: row["case"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

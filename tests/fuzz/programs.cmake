@@ -65,38 +65,30 @@ if(HEADWATER_PRECOMPILED_HEADERS)
   target_precompile_headers(headwater_fuzzed PRIVATE ${HEADWATER_COMMON_HEADERS})
 endif()
 
-# fuzz_program(NAME OBJECTS... DEPS...): what the objects have need not come from a library.
-function(fuzz_program name)
-  cmake_parse_arguments(ARG "" "" "OBJECTS;DEPS" ${ARGN})
-  add_executable(${name} EXCLUDE_FROM_ALL ${ARG_OBJECTS})
-  target_link_options(${name} PRIVATE -fsanitize=fuzzer)
-  target_link_libraries(${name} PRIVATE ${ARG_DEPS})
-  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/fuzz)
-endfunction()
-
-# fuzz_programs(NAME SOURCES... DEPS...): fuzz_NAME and fuzz_NAME_planted of targets/NAME.cc and the SOURCES.
+# fuzz_programs(NAME DEPENDENCY...): fuzz_NAME and fuzz_NAME_planted of targets/NAME.cc.
 function(fuzz_programs name)
-  cmake_parse_arguments(ARG "" "" "SOURCES;DEPS" ${ARGN})
-  add_library(fuzz_${name}_objects OBJECT EXCLUDE_FROM_ALL targets/${name}.cc ${ARG_SOURCES})
-  target_link_libraries(fuzz_${name}_objects PRIVATE ${ARG_DEPS})
+  add_library(fuzz_${name}_objects OBJECT EXCLUDE_FROM_ALL targets/${name}.cc support/libfuzzer.cc)
+  target_link_libraries(fuzz_${name}_objects PRIVATE ${ARGN})
   set(planted ${CMAKE_CURRENT_BINARY_DIR}/planted/${name}.cc)
   add_custom_command(
     OUTPUT ${planted}
     COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/plant.py ${name} ${planted}
     DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/plant.py ${plantable_sources} ${product}/server/service/head/upload_store.cc
     VERBATIM)
-  fuzz_program(fuzz_${name} OBJECTS $<TARGET_OBJECTS:fuzz_${name}_objects> DEPS ${ARG_DEPS})
-  fuzz_program(fuzz_${name}_planted OBJECTS $<TARGET_OBJECTS:fuzz_${name}_objects> ${planted} DEPS ${ARG_DEPS})
+  add_executable(fuzz_${name} EXCLUDE_FROM_ALL $<TARGET_OBJECTS:fuzz_${name}_objects>)
+  # What its objects have need not come from a library.
+  add_executable(fuzz_${name}_planted EXCLUDE_FROM_ALL $<TARGET_OBJECTS:fuzz_${name}_objects> ${planted})
+  foreach(program fuzz_${name} fuzz_${name}_planted)
+    target_link_options(${program} PRIVATE -fsanitize=fuzzer)
+    target_link_libraries(${program} PRIVATE ${ARGN})
+    set_target_properties(${program} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/fuzz)
+  endforeach()
 endfunction()
 
 foreach(name ${HEADWATER_FUZZ_PARSERS})
-  set(sources "")
-  if(name STREQUAL "request")
-    set(sources support/request_mutator.cc)
-  endif()
-  fuzz_programs(${name} SOURCES ${sources} DEPS headwater_fuzz_flags headwater_fuzz_messages headwater_fuzzed GTest::gtest)
+  fuzz_programs(${name} headwater_fuzz_flags headwater_fuzz_messages headwater_fuzzed GTest::gtest)
   if(HEADWATER_PRECOMPILED_HEADERS)
     target_precompile_headers(fuzz_${name}_objects REUSE_FROM headwater_fuzzed)
   endif()
 endforeach()
-fuzz_programs(rpc_sequence SOURCES support/sequence_mutator.cc DEPS headwater_build_flags headwater_fuzz_sequence)
+fuzz_programs(rpc_sequence headwater_build_flags headwater_fuzz_messages headwater_wire_test_support absl::strings)

@@ -80,7 +80,7 @@ std::vector<std::string> AllMethods() {
 std::set<std::string> ServicesOf(const std::shared_ptr<grpc::Channel>& channel, const std::string& token) {
   const RawReply reply =
       CallRaw(channel, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", {"\x3a\x01*"},  // list_services
-              Bearer(token));
+              {.authorization = Bearer(token)});
   EXPECT_TRUE(reply.status.ok()) << reply.status.error_message();
   static const std::regex name("(headwater|grpc)[.][A-Za-z0-9.]+");
   return {std::sregex_token_iterator(reply.answer.begin(), reply.answer.end(), name), std::sregex_token_iterator()};
@@ -179,7 +179,8 @@ struct Actor {
   // A call of any kind whose only message is `request`.
   grpc::Status Call(const std::string& method, const google::protobuf::Message& request,
                     google::protobuf::Message* response = nullptr) const {
-    const RawReply reply = CallRaw(channel, "/headwater.v1." + method, {request.SerializeAsString()}, Bearer(TokenText(token)));
+    const RawReply reply =
+        CallRaw(channel, "/headwater.v1." + method, {request.SerializeAsString()}, {.authorization = Bearer(TokenText(token))});
     if (response != nullptr) {
       EXPECT_TRUE(response->ParseFromString(reply.answer));
     }

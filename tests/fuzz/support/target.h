@@ -1,18 +1,12 @@
-// A fuzz target is one source that defines LLVMFuzzerTestOneInput(). libFuzzer calls it with what it makes up; corpus_test.cc, in
-// builds without libFuzzer, with the files of the target's corpus.
+// A fuzz target is one source that defines CheckInput(). libFuzzer calls it with what it makes up (libfuzzer.cc); corpus_test.cc,
+// in builds without libFuzzer, with the files of the target's corpus.
 #ifndef HEADWATER_TESTS_FUZZ_SUPPORT_TARGET_H_
 #define HEADWATER_TESTS_FUZZ_SUPPORT_TARGET_H_
 
 #include <algorithm>
-#include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <string>
-#include <utility>
-
-// Returns 0; a finding ends the process.
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 namespace headwater::fuzz {
 
@@ -46,14 +40,8 @@ class InputReader {
   size_t size_;
 };
 
-// What a system call returns, which libFuzzer's clock, a signal, may cut short: once it is not a negative number because of a
-// signal.
-template <typename Call>
-auto Uninterrupted(const Call& call) {
-  auto result = call();
-  while (result < 0 && errno == EINTR) result = call();
-  return result;
-}
+// A finding ends the process.
+void CheckInput(InputReader input);
 
 }  // namespace headwater::fuzz
 

@@ -59,26 +59,23 @@ void CheckKeys(const cuda::AlgorithmCache& cache, const nlohmann::json& root, co
 }
 
 }  // namespace
-}  // namespace headwater::fuzz
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
-  using headwater::cuda::AlgorithmCache;
-  static const headwater::testing::TemporaryDirectory directory;
+void CheckInput(InputReader input) {
+  static const testing::TemporaryDirectory directory;
   static const std::string path = directory.path() + "/algorithms";
-  InputReader input(data, size);
   const std::string text = input.Rest();
   std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
   const nlohmann::json root = ParseLeniently(text);
   const Entries expected = Expected(root);
-  AlgorithmCache cache(path);
+  cuda::AlgorithmCache cache(path);
   CheckKeys(cache, root, expected);
-  if (expected.empty()) return 0;
+  if (expected.empty()) return;
   // Written again, with an entry more, it says the same.
-  const headwater::cuda::AlgorithmWords words = {1, 2, 3, 4, 5, 6, 7, ~uint64_t{0}};
+  const cuda::AlgorithmWords words = {1, 2, 3, 4, 5, 6, 7, ~uint64_t{0}};
   FUZZ_CHECK(cache.Put("another", words).ok());
-  const AlgorithmCache again(path);
+  const cuda::AlgorithmCache again(path);
   FUZZ_CHECK(again.Find("another") == words);
   for (const auto& [key, value] : expected) FUZZ_CHECK(key == "another" || again.Find(key) == value, key);
-  return 0;
 }
+
+}  // namespace headwater::fuzz

@@ -59,13 +59,8 @@ void Check(const std::string& bytes, const grpc::ByteBuffer& buffer, bool taken,
 }
 
 }  // namespace
-}  // namespace headwater::fuzz
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
-  namespace service = headwater::service;
-  namespace v1 = headwater::v1;
-  InputReader input(data, size);
+void CheckInput(InputReader input) {
   const uint8_t cut = input.Byte();
   const std::string bytes = input.Rest();
   const std::vector<std::vector<uint8_t>> slices = Cut(bytes, cut);
@@ -80,5 +75,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Check<v1::ComputeLossRequest>(bytes, buffer, taken, chunk);
   Check<v1::StreamTeacherRequest>(bytes, buffer, taken, chunk);
   Check<v1::TransferRowsRequest>(bytes, buffer, taken, chunk);
-  return 0;
 }
+
+}  // namespace headwater::fuzz

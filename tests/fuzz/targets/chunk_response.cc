@@ -60,19 +60,17 @@ void CheckRequest(const v1::RowChunk& chunk) {
 }
 
 }  // namespace
-}  // namespace headwater::fuzz
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
-  InputReader input(data, size);
+void CheckInput(InputReader input) {
   const uint8_t cut = input.Byte();
   const std::string bytes = input.Rest();
   std::vector<grpc::Slice> slices;
   for (const std::vector<uint8_t>& slice : Cut(bytes, cut)) slices.emplace_back(slice.data(), slice.size());
   const grpc::ByteBuffer buffer(slices.data(), slices.size());
-  if (slices.empty()) return 0;  // gRPC gives no slices of an empty buffer
+  if (slices.empty()) return;  // gRPC gives no slices of an empty buffer
   CheckResponse(bytes, buffer);
-  headwater::v1::ComputeLossResponse response;
+  v1::ComputeLossResponse response;
   if (response.ParseFromString(bytes) && response.has_chunk()) CheckRequest(response.chunk());
-  return 0;
 }
+
+}  // namespace headwater::fuzz

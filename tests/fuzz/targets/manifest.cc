@@ -42,19 +42,12 @@ void CheckManifest(const checkpoint::Manifest& manifest) {
 }
 
 }  // namespace
-}  // namespace headwater::fuzz
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
-  namespace checkpoint = headwater::checkpoint;
-  InputReader input(data, size);
+void CheckInput(InputReader input) {
   const bool whole = input.Byte() % 2 == 0;
   const std::string rest = input.Rest();
   const auto manifest = checkpoint::ReadManifest(MemoryFile(whole ? rest : WithChecksum(rest)));
-  if (!manifest.ok()) {
-    CheckRefusal(manifest.status());
-    return 0;
-  }
+  if (!manifest.ok()) return CheckRefusal(manifest.status());
   CheckManifest(*manifest);
   // Written again it says the same.
   const std::string text = checkpoint::FormatManifest(*manifest);
@@ -62,5 +55,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   FUZZ_CHECK(again.ok(), std::string(again.status().message()));
   FUZZ_CHECK(checkpoint::FormatManifest(*again) == text);
   FUZZ_CHECK(checkpoint::FindSpecDifferences(manifest->info.spec, again->info.spec).empty());
-  return 0;
 }
+
+}  // namespace headwater::fuzz

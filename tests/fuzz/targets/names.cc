@@ -42,12 +42,8 @@ bool IsRegion(std::string text) {
 }
 
 }  // namespace
-}  // namespace headwater::fuzz
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
-  namespace heads = headwater::heads;
-  InputReader input(data, size);
+void CheckInput(InputReader input) {
   const std::string name = input.Rest();
   const auto head = heads::ParseHeadName(name, "name");
   FUZZ_CHECK(head.ok() == IsHeadName(name), name);
@@ -59,10 +55,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto tenant = heads::ParseTenantName(name, "parent");
   FUZZ_CHECK(tenant.ok() == IsTenantName(name), name);
   if (!tenant.ok()) CheckRefusal(tenant.status());
-  FUZZ_CHECK(headwater::checkpoint::IsValidCheckpointName(name) == IsName(name, kMixed, 128), name);
-  FUZZ_CHECK(headwater::transport::IsRegionName(name) == IsRegion(name), name);
-  const std::string quoted = headwater::service::Quoted(name);
+  FUZZ_CHECK(checkpoint::IsValidCheckpointName(name) == IsName(name, kMixed, 128), name);
+  FUZZ_CHECK(transport::IsRegionName(name) == IsRegion(name), name);
+  const std::string quoted = service::Quoted(name);
   FUZZ_CHECK(quoted.size() <= 64 + 5 && quoted.front() == '"' && quoted.back() == '"');
   for (const char c : quoted) FUZZ_CHECK(c >= 0x20 && c < 0x7f);
-  return 0;
 }
+
+}  // namespace headwater::fuzz

@@ -10,7 +10,7 @@
 #include "server/service/request/loss_request.h"
 #include "tests/fuzz/fuzz.pb.h"
 #include "tests/fuzz/support/check.h"
-#include "tests/fuzz/support/message_input.h"
+#include "tests/fuzz/support/messages.h"
 #include "tests/fuzz/support/target.h"
 
 namespace headwater::fuzz {
@@ -35,6 +35,15 @@ const service::Limits& Limits() {
 }
 
 void Check(const heads::HeadName& name) { FUZZ_CHECK(heads::ParseHeadName(name.ToString(), "name").ok()); }
+
+void Check(const service::HeadAtEpoch& request) { Check(request.name); }
+
+void CheckStep(const service::HeadAtStep& request) {
+  Check(request.name);
+  FUZZ_CHECK(request.key.step >= 0);
+}
+
+void Check(const service::HeadAtStep& request) { CheckStep(request); }
 
 void Check(const v1::SharedRows& rows) { FUZZ_CHECK(!rows.region_id().empty() && rows.offset_bytes() >= 0); }
 
@@ -111,9 +120,10 @@ void Check(const service::MicroBatchRequest& request) {
   FUZZ_CHECK(!request.late_token_factors || request.explicit_commit);
   FUZZ_CHECK(request.grad_hidden_rows == nullptr || request.return_grad_hidden);
   FUZZ_CHECK(std::isfinite(request.grad_hidden_scale));
-  FUZZ_CHECK((request.hidden_rows == nullptr && request.grad_hidden_rows == nullptr) || request.session.has_value());
-  if (request.hidden_rows != nullptr) Check(*request.hidden_rows);
-  if (request.grad_hidden_rows != nullptr) Check(*request.grad_hidden_rows);
+  for (const v1::SharedRows* const rows : {request.hidden_rows, request.grad_hidden_rows}) {
+    FUZZ_CHECK(rows == nullptr || request.session.has_value());
+    if (rows != nullptr) Check(*rows);
+  }
   for (const service::LossTermRequest& term : request.terms) Check(term, request);
   FUZZ_CHECK(service::CanonicalHeader(request) == service::CanonicalHeader(service::MicroBatchRequest(request)));
 }
@@ -122,7 +132,7 @@ void Check(const service::DecisionRequest& request) {
   FUZZ_CHECK(!request.heads.empty() && static_cast<int64_t>(request.heads.size()) <= Limits().max_terms);
   std::set<std::string> names;
   for (const service::HeadAtStep& head : request.heads) {
-    Check(head.name);
+    CheckStep(head);
     FUZZ_CHECK(names.insert(head.name.ToString()).second);
   }
   FUZZ_CHECK(request.micro_batch >= 0 && request.attempt >= 0 && std::isfinite(request.arguments.factor));
@@ -156,8 +166,6 @@ void Check(const service::CreateRequest& request) {
 
 void Check(const service::ListRequest& request) { FUZZ_CHECK(request.page_size >= 0); }
 
-void Check(const service::HeadAtEpoch& request) { Check(request.name); }
-
 void Check(const service::TakeRequest& request) {
   Check(request.name);
   FUZZ_CHECK(static_cast<int>(request.recovers_epochs.size()) <= service::kMaxRecoversEpochs);
@@ -184,8 +192,8 @@ void Check(const service::DownloadWeightsRequest& request) {
 }
 
 void Check(const service::DownloadGradientRequest& request) {
-  Check(request.name);
-  FUZZ_CHECK(request.offset_bytes >= 0 && std::isfinite(request.factor) && request.key.step >= 0);
+  CheckStep(request);
+  FUZZ_CHECK(request.offset_bytes >= 0 && std::isfinite(request.factor));
 }
 
 void Check(const heads::ExpectedMicroBatches& expected) {
@@ -200,24 +208,17 @@ void Check(const heads::ExpectedMicroBatches& expected) {
 }
 
 void Check(const service::SealRequest& request) {
-  Check(request.name);
-  FUZZ_CHECK(request.key.step >= 0);
+  CheckStep(request);
   Check(request.expected);
 }
 
 void Check(const service::ApplyRequest& request) {
-  Check(request.name);
-  FUZZ_CHECK(request.key.step >= 0);
+  CheckStep(request);
   if (request.expected.has_value()) Check(*request.expected);
 }
 
-void Check(const service::HeadAtStep& request) {
-  Check(request.name);
-  FUZZ_CHECK(request.key.step >= 0);
-}
-
 void Check(const service::GradientNormRequest& request) {
-  Check(static_cast<const service::HeadAtStep&>(request));
+  CheckStep(request);
   FUZZ_CHECK(std::isfinite(request.factor));
 }
 
@@ -233,10 +234,9 @@ void CheckCheckpoint(const Named& request, const std::string& epoch, bool epoch_
 }
 
 void Check(const service::GradientRequest& request) {
-  Check(request.name);
-  FUZZ_CHECK(request.key.step >= 0 && request.micro_batch >= 0 && request.attempt >= 0 && request.row_start >= 0 &&
-             request.row_count >= 1 && std::isfinite(request.factor));
-  FUZZ_CHECK(!service::CanonicalHeader(request).empty());
+  CheckStep(request);
+  FUZZ_CHECK(request.micro_batch >= 0 && request.attempt >= 0 && request.row_start >= 0 && request.row_count >= 1);
+  FUZZ_CHECK(std::isfinite(request.factor) && !service::CanonicalHeader(request).empty());
 }
 
 void Check(absl::Duration lease) { FUZZ_CHECK(lease > absl::ZeroDuration() && lease < absl::InfiniteDuration()); }
@@ -255,11 +255,8 @@ void Check(const service::RegisterRequest& request) {
 
 template <typename Decoded>
 void CheckDecoded(const absl::StatusOr<Decoded>& decoded) {
-  if (decoded.ok()) {
-    Check(*decoded);
-  } else {
-    CheckRefusal(decoded.status());
-  }
+  if (!decoded.ok()) return CheckRefusal(decoded.status());
+  Check(*decoded);
 }
 
 void CheckRequest(const Call& request) {
@@ -334,10 +331,24 @@ void CheckRequest(const Call& request) {
 }
 
 }  // namespace
-}  // namespace headwater::fuzz
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  headwater::fuzz::Call request;
-  if (headwater::fuzz::ReadMessageInput(data, size, &request)) headwater::fuzz::CheckRequest(request);
-  return 0;
+void CheckInput(InputReader input) {
+  Call request;
+  if (ReadMessageInput(input, &request)) CheckRequest(request);
 }
+
+// libFuzzer's, absent where the corpora are tests.
+extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size) __attribute__((weak));
+
+// Mutates fields, and now and then the bytes that they are sent as.
+extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size, unsigned int seed) {
+  MessageMutator mutator(seed, {"tenants/default/heads/a", "tenants/a/heads/b", "tenants/a", "a", "../a", "a/../b", "headwater-x",
+                                std::string(16, 'e'), std::string(32, 's'), std::string(64, 'h'), std::string("\0\0\x80\x3f", 4),
+                                std::string("\0\0\xc0\x7f", 4), std::string("\1\0\0\0\2\0\0\0\3\0\0\0", 12)});
+  Call request;
+  if (mutator.Below(16) == 0 || !ReadMessageInput({data, size}, &request)) return LLVMFuzzerMutate(data, size, max_size);
+  mutator.Mutate(&request);
+  return WriteMessageInput(request, /*text=*/false, data, max_size, size);
+}
+
+}  // namespace headwater::fuzz

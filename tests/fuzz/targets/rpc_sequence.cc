@@ -22,7 +22,7 @@
 #include "tests/fuzz/fuzz.pb.h"
 #include "tests/fuzz/support/check.h"
 #include "tests/fuzz/support/json_file.h"
-#include "tests/fuzz/support/message_input.h"
+#include "tests/fuzz/support/messages.h"
 #include "tests/fuzz/support/sequence_client.h"
 #include "tests/fuzz/support/target.h"
 #include "tests/unit/server/temporary_directory.h"
@@ -50,6 +50,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr int kMaxCalls = 40;  // that mutations make
 // How many sequences share a look for leaks, which stops the whole process.
 constexpr int kLeakCheckInterval = 500;
 // Which make some 300 threads.
@@ -185,13 +186,55 @@ class Fixture {
 };
 
 }  // namespace
-}  // namespace headwater::fuzz
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
+void CheckInput(InputReader input) {
   Sequence sequence;
-  if (!ReadMessageInput(data, size, &sequence)) return 0;
+  if (!ReadMessageInput(input, &sequence)) return;
   static Fixture fixture;
   fixture.Run(sequence);
-  return 0;
 }
+
+// libFuzzer's mutations: calls are copied, removed, moved, taken from another sequence, and their fields changed. Sequences are
+// written as text, so that a finding can be read.
+extern "C" size_t LLVMFuzzerCustomMutator(uint8_t* data, size_t size, size_t max_size, unsigned int seed) {
+  MessageMutator mutator(seed, {"*", "0", "1", "a", "b", "tenants/default/heads/a", "tenants/t/heads/a", "tenants/t", "c1", "k",
+                                "m.safetensors", "..", std::string(16, 'e'), std::string(32, 's'), std::string(20, '\0')});
+  Sequence sequence;
+  if (!ReadMessageInput({data, size}, &sequence)) sequence.Clear();
+  auto* const calls = sequence.mutable_calls();
+  const auto any = [&] { return mutator.Below(calls->size()); };
+  const int kind = mutator.Below(8);
+  if (calls->empty() || kind >= 4) {
+    mutator.Mutate(&sequence);
+  } else if (kind == 0 && calls->size() < kMaxCalls) {
+    // The same again, here or later: a repeat.
+    const auto again = calls->Get(any());
+    *calls->Add() = again;
+    for (int i = calls->size() - 1, to = any(); i > to; --i) calls->SwapElements(i, i - 1);
+  } else if (kind == 1) {
+    calls->SwapElements(any(), any());
+  } else if (kind == 2) {
+    auto* const call = calls->Mutable(any());
+    call->set_background(!call->background());
+  } else {
+    mutator.Mutate(calls->Mutable(any()));
+  }
+  while (calls->size() > kMaxCalls) calls->RemoveLast();
+  return WriteMessageInput(sequence, /*text=*/true, data, max_size, size);
+}
+
+extern "C" size_t LLVMFuzzerCustomCrossOver(const uint8_t* data1, size_t size1, const uint8_t* data2, size_t size2, uint8_t* out,
+                                            size_t max_out_size, unsigned int seed) {
+  MessageMutator mutator(seed, {});
+  Sequence first;
+  Sequence second;
+  if (!ReadMessageInput({data1, size1}, &first) || !ReadMessageInput({data2, size2}, &second)) return 0;
+  // The beginning of one, and the end of the other.
+  const int kept = mutator.Below(first.calls_size() + 1);
+  const int from = mutator.Below(second.calls_size() + 1);
+  while (first.calls_size() > kept) first.mutable_calls()->RemoveLast();
+  for (int i = from; i < second.calls_size() && first.calls_size() < kMaxCalls; ++i) *first.add_calls() = second.calls(i);
+  return WriteMessageInput(first, /*text=*/true, out, max_out_size, 0);
+}
+
+}  // namespace headwater::fuzz

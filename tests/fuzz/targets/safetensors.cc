@@ -71,20 +71,15 @@ void CheckRoundTrip(const model_files::SafetensorsHeader& header) {
 }
 
 }  // namespace
-}  // namespace headwater::fuzz
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
-  InputReader input(data, size);
+void CheckInput(InputReader input) {
   const bool whole = input.Byte() % 2 == 0;
   const std::string rest = input.Rest();
   const MemoryFile file(whole ? rest : SafetensorsFile(rest, '\x5a'));
-  const auto header = headwater::model_files::ReadSafetensorsHeader(file);
-  if (!header.ok()) {
-    CheckRefusal(header.status());
-    return 0;
-  }
+  const auto header = model_files::ReadSafetensorsHeader(file);
+  if (!header.ok()) return CheckRefusal(header.status());
   CheckTensors(*header, file.size());
   CheckRoundTrip(*header);
-  return 0;
 }
+
+}  // namespace headwater::fuzz

@@ -69,28 +69,22 @@ size_t CountMembers(const nlohmann::json& value) {
 }
 
 }  // namespace
-}  // namespace headwater::fuzz
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
-  InputReader input(data, size);
+void CheckInput(InputReader input) {
   const std::string text = input.Rest();
-  const auto parsed = headwater::model_files::ParseStrictJson(text, "the text");
+  const auto parsed = model_files::ParseStrictJson(text, "the text");
   if (!parsed.ok()) CheckRefusal(parsed.status());
-  // For the lenient parser the text would end there.
-  if (text.find('\0') != std::string::npos) {
-    FUZZ_CHECK(!parsed.ok());
-    return 0;
-  }
   const nlohmann::json lenient = ParseLeniently(text);
-  if (!lenient.is_object()) {
+  // For the lenient parser the text ends at a zero byte.
+  if (!lenient.is_object() || text.find('\0') != std::string::npos) {
     FUZZ_CHECK(!parsed.ok());
-    return 0;
+    return;
   }
   const JsonForm form = ReadJsonForm(text);
   // A key that is spelled in two ways is one key: then the object has fewer members than the text has keys.
   const bool repeated = form.repeated_key || CountMembers(lenient) != form.keys;
   FUZZ_CHECK(parsed.ok() == (form.depth <= kMaxDepth && !repeated), std::string(parsed.status().message()));
   if (parsed.ok()) FUZZ_CHECK(parsed->dump() == lenient.dump());
-  return 0;
 }
+
+}  // namespace headwater::fuzz

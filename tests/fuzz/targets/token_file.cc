@@ -69,22 +69,17 @@ void CheckGrants(const service::TokenGrants& grants, const std::string& id) {
 }
 
 }  // namespace
-}  // namespace headwater::fuzz
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
-  InputReader input(data, size);
+void CheckInput(InputReader input) {
   const std::string pattern = input.Text();
   const std::string id = input.Text();
   const std::string text = input.Rest();
-  FUZZ_CHECK(headwater::service::MatchesPattern(pattern, id) == Matches(pattern, id), pattern + " " + id);
-  const auto grants = headwater::service::ParseTokens(text);
-  if (grants.ok()) {
-    CheckGrants(*grants, id);
-    return 0;
-  }
+  FUZZ_CHECK(service::MatchesPattern(pattern, id) == Matches(pattern, id), pattern + " " + id);
+  const auto grants = service::ParseTokens(text);
+  if (grants.ok()) return CheckGrants(*grants, id);
   CheckRefusal(grants.status());
   const nlohmann::json lenient = ParseLeniently(text);
   if (lenient.is_object()) CheckSilence(std::string(grants.status().message()), lenient);
-  return 0;
 }
+
+}  // namespace headwater::fuzz

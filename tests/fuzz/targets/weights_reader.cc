@@ -38,8 +38,7 @@ transport::FileDescriptor Create(const std::string& path) {
 // Makes `bytes` all that the file holds.
 void Write(const transport::FileDescriptor& file, const std::string& bytes) {
   FUZZ_CHECK(ftruncate(file.get(), 0) == 0);
-  FUZZ_CHECK(Uninterrupted([&] { return pwrite(file.get(), bytes.data(), bytes.size(), 0); }) ==
-             static_cast<ssize_t>(bytes.size()));
+  FUZZ_CHECK(pwrite(file.get(), bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
 }
 
 // root/model.safetensors, root/m with a file of that name and a config that says tied, root/i with an index and part.safetensors,
@@ -48,10 +47,8 @@ void Write(const transport::FileDescriptor& file, const std::string& bytes) {
 class Folders {
  public:
   Folders() : root_(directory_.path() + "/root") {
-    FUZZ_CHECK(mkdir(root_.c_str(), 0700) == 0 && mkdir((root_ + "/m").c_str(), 0700) == 0);
-    FUZZ_CHECK(mkdir((root_ + "/i").c_str(), 0700) == 0);
+    for (const char* folder : {"", "/m", "/i", "/folder.safetensors"}) FUZZ_CHECK(mkdir((root_ + folder).c_str(), 0700) == 0);
     Write(Create(root_ + "/m/config.json"), R"({"tie_word_embeddings": true})");
-    FUZZ_CHECK(mkdir((root_ + "/folder.safetensors").c_str(), 0700) == 0);
     const std::string secret = R"({"weight": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]}})";
     Write(Create(directory_.path() + "/secret.safetensors"), SafetensorsFile(secret, kOutside));
     model_ = Create(root_ + "/model.safetensors");
@@ -110,16 +107,11 @@ void CheckTensor(const checkpoint::WeightsReader& reader, HeadTensor tensor, int
 }
 
 }  // namespace
-}  // namespace headwater::fuzz
 
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace headwater::fuzz;  // NOLINT(google-build-using-namespace)
-  using headwater::DataType;
-  using headwater::HeadTensor;
+void CheckInput(InputReader input) {
   static Folders folders;
-  InputReader input(data, size);
   const uint8_t flags = input.Byte();
-  headwater::HeadSpec spec;
+  HeadSpec spec;
   spec.vocab_size = kVocabSize;
   spec.hidden_size = kHiddenSize;
   spec.has_bias = flags % 2 == 1;
@@ -130,13 +122,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string bias_tensor = input.Text();
   const std::string index = input.Text();
   folders.Fill(index, SafetensorsFile(input.Rest(), kInside[flags / 6 % std::size(kInside)]));
-  const auto reader = headwater::checkpoint::WeightsReader::Open(folders.root(), path, weight_tensor, bias_tensor, spec);
-  if (!reader.ok()) {
-    CheckRefusal(reader.status());
-    return 0;
-  }
+  const auto reader = checkpoint::WeightsReader::Open(folders.root(), path, weight_tensor, bias_tensor, spec);
+  if (!reader.ok()) return CheckRefusal(reader.status());
   FUZZ_CHECK((*reader)->has_bias() == spec.has_bias);
   CheckTensor(**reader, HeadTensor::kWeight, kVocabSize * kHiddenSize, spec);
   if (spec.has_bias) CheckTensor(**reader, HeadTensor::kBias, kVocabSize, spec);
-  return 0;
 }
+
+}  // namespace headwater::fuzz

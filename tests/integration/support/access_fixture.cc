@@ -79,7 +79,8 @@ std::shared_ptr<grpc::Channel> SecuredServer::Connect(const std::string& port, c
 
 grpc::Status CallEmpty(const std::shared_ptr<grpc::Channel>& channel, const std::string& path,
                        const std::vector<std::string>& authorization) {
-  return CallRaw(channel, path, {""}, authorization, /*first_answer=*/true).status;
+  return CallRaw(channel, path, {""}, {.authorization = authorization, .on_answer = [](const std::string&) { return false; }})
+      .status;
 }
 
 }  // namespace headwater::testing

@@ -6,6 +6,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,17 +18,25 @@ struct RawReply {
   std::string answer;  // the last message that came
 };
 
-// A call of any kind: its messages, and these values of "authorization". `first_answer`: cancels the call once one has come, as a
-// watch never ends by itself.
+struct RawOptions {
+  std::vector<std::string> authorization = {};  // values of that metadata
+  std::chrono::milliseconds deadline = std::chrono::seconds(60);
+  bool half_close = true;  // when all messages are sent; else the stream stays open until it ends in another way
+  bool cancel = false;     // before an answer is read
+  // Gets each answer; false cancels the call, as a watch never ends by itself.
+  std::function<bool(const std::string&)> on_answer = [](const std::string&) { return true; };
+};
+
+// A call of any kind.
 inline RawReply CallRaw(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
-                        const std::vector<std::string>& messages, const std::vector<std::string>& authorization = {},
-                        bool first_answer = false) {
+                        const std::vector<std::string>& messages, const RawOptions& options = {}) {
   grpc::GenericStub stub(channel);
   grpc::CompletionQueue queue;
   grpc::ClientContext context;
-  for (const std::string& value : authorization) context.AddMetadata("authorization", value);
-  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
+  for (const std::string& value : options.authorization) context.AddMetadata("authorization", value);
+  context.set_deadline(std::chrono::system_clock::now() + options.deadline);
   const auto call = stub.PrepareCall(&context, method, &queue);
+  // One operation at a time.
   const auto next = [&queue] {
     void* tag = nullptr;
     bool ok = false;
@@ -40,7 +49,8 @@ inline RawReply CallRaw(const std::shared_ptr<grpc::Channel>& channel, const std
     call->Write(grpc::ByteBuffer(&slice, 1), nullptr);
     open = next();
   }
-  if (open) {
+  if (options.cancel) context.TryCancel();
+  if (open && options.half_close) {
     call->WritesDone(nullptr);
     next();
   }
@@ -49,11 +59,10 @@ inline RawReply CallRaw(const std::shared_ptr<grpc::Channel>& channel, const std
   for (open = true; open;) {
     call->Read(&buffer, nullptr);
     open = next();
-    std::vector<grpc::Slice> slices;
-    if (!open || !buffer.Dump(&slices).ok()) continue;
-    reply.answer.clear();
-    for (const grpc::Slice& part : slices) reply.answer.append(reinterpret_cast<const char*>(part.begin()), part.size());
-    if (first_answer) context.TryCancel();
+    grpc::Slice bytes;
+    if (!open || !buffer.DumpToSingleSlice(&bytes).ok()) continue;
+    reply.answer.assign(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
+    if (!options.on_answer(reply.answer)) context.TryCancel();
   }
   call->Finish(&reply.status, nullptr);
   next();

@@ -1,7 +1,10 @@
-#include "tests/fuzz/support/message_mutator.h"
+#include "tests/fuzz/support/messages.h"
 
 #include <google/protobuf/descriptor.h>
+#include <google/protobuf/stubs/logging.h>
+#include <google/protobuf/text_format.h>
 
+#include <cstring>
 #include <iterator>
 #include <limits>
 #include <utility>
@@ -40,15 +43,38 @@ void CollectPlaces(Message* message, int depth, std::vector<Place>* places) {
 
 }  // namespace
 
+bool ReadMessageInput(InputReader input, Message* message) {
+  // Errors of a mutated text are not logged.
+  static const bool silent_parser = google::protobuf::SetLogHandler(nullptr) == nullptr;
+  static_cast<void>(silent_parser);
+  const std::string bytes = input.Rest();
+  message->Clear();
+  return bytes[0] == '#' ? google::protobuf::TextFormat::ParseFromString(bytes.substr(1), message)
+                         : message->ParseFromString(bytes);
+}
+
+size_t WriteMessageInput(const Message& message, bool text, uint8_t* out, size_t max_size, size_t otherwise) {
+  std::string bytes;
+  if (text) {
+    google::protobuf::TextFormat::PrintToString(message, &bytes);
+    bytes = '#' + bytes;
+  } else {
+    bytes = message.SerializeAsString();
+  }
+  if (bytes.size() > max_size) return otherwise;
+  std::memcpy(out, bytes.data(), bytes.size());
+  return bytes.size();
+}
+
 void MessageMutator::Mutate(Message* message) {
-  for (uint32_t changes = 1 + Below(4); changes > 0; --changes) MutateOnce(message);
+  for (int changes = 1 + Below(4); changes > 0; --changes) MutateOnce(message);
 }
 
 void MessageMutator::MutateOnce(Message* message) {
   std::vector<Place> places;
   CollectPlaces(message, /*depth=*/8, &places);
   if (places.empty()) return;
-  const Place& place = places[Below(static_cast<uint32_t>(places.size()))];
+  const Place& place = places[Below(places.size())];
   if (place.field->is_repeated()) {
     MutateRepeated(place.message, place.field);
   } else {
@@ -71,12 +97,12 @@ void MessageMutator::MutateRepeated(Message* message, const FieldDescriptor* fie
   const Reflection* const reflection = message->GetReflection();
   const int size = reflection->FieldSize(*message, field);
   if (size == 0) return AddElement(message, field);
-  const int index = static_cast<int>(Below(static_cast<uint32_t>(size)));
+  const int index = Below(size);
   switch (Below(6)) {
     case 0:
       return reflection->RemoveLast(message, field);
     case 1:
-      return reflection->SwapElements(message, field, index, static_cast<int>(Below(static_cast<uint32_t>(size))));
+      return reflection->SwapElements(message, field, index, Below(size));
     case 2: {  // without one of them
       for (int i = index; i + 1 < size; ++i) reflection->SwapElements(message, field, i, i + 1);
       return reflection->RemoveLast(message, field);
@@ -101,10 +127,10 @@ void MessageMutator::AddElement(Message* message, const FieldDescriptor* field) 
     case FieldDescriptor::CPPTYPE_MESSAGE: {
       Message* const added = reflection->AddMessage(message, field);
       if (size > 0) {
-        const int from = static_cast<int>(Below(static_cast<uint32_t>(size)));
+        const int from = Below(size);
         added->CopyFrom(reflection->GetRepeatedMessage(*message, field, from));
         // Somewhere, not always at the end.
-        reflection->SwapElements(message, field, size, static_cast<int>(Below(static_cast<uint32_t>(size + 1))));
+        reflection->SwapElements(message, field, size, Below(size + 1));
       }
       return;
     }
@@ -113,7 +139,7 @@ void MessageMutator::AddElement(Message* message, const FieldDescriptor* field) 
     case FieldDescriptor::CPPTYPE_INT64:
       return reflection->AddInt64(message, field, Integer(0));
     case FieldDescriptor::CPPTYPE_ENUM:
-      return reflection->AddEnumValue(message, field, static_cast<int>(Below(8)));
+      return reflection->AddEnumValue(message, field, Below(8));
     case FieldDescriptor::CPPTYPE_STRING:
       return reflection->AddString(message, field, Bytes("", field->type() == FieldDescriptor::TYPE_STRING));
     default:
@@ -142,7 +168,7 @@ void MessageMutator::MutateValue(Message* message, const FieldDescriptor* field,
     case FieldDescriptor::CPPTYPE_BOOL:
       return reflection->SetBool(message, field, !reflection->GetBool(*message, field));
     case FieldDescriptor::CPPTYPE_ENUM: {
-      const int value = Below(16) == 0 ? static_cast<int>(Integer(0)) : static_cast<int>(Below(5));
+      const int value = Below(16) == 0 ? static_cast<int>(Integer(0)) : Below(5);
       return element ? reflection->SetRepeatedEnumValue(message, field, index, value)
                      : reflection->SetEnumValue(message, field, value);
     }
@@ -164,14 +190,14 @@ int64_t MessageMutator::Integer(int64_t old) {
   constexpr int64_t kSmall[] = {0, 1, 2, 3, 4, 5, 8, 13, 16, 64, 65, -1, -2};
   constexpr int64_t kLarge[] = {INT32_MAX, INT32_MAX + 1ll, INT32_MIN,     kMost,    kMost - 1,
                                 kLeast,    kMost / 4,       kMost / 8 + 1, 1ll << 61};
-  const uint32_t place = Below(std::size(kSmall) + std::size(kLarge));
+  const size_t place = Below(std::size(kSmall) + std::size(kLarge));
   switch (Below(4)) {
     case 0:
       return place < std::size(kSmall) ? kSmall[place] : kLarge[place - std::size(kSmall)];
     case 1:
-      return static_cast<int64_t>(Below(8));
+      return Below(8);
     case 2:
-      return static_cast<int64_t>(static_cast<uint64_t>(old) + Below(5) - 2);
+      return static_cast<int64_t>(static_cast<uint64_t>(old) + Below(uint64_t{5}) - 2);
     default:
       return static_cast<int64_t>(static_cast<uint64_t>(old) ^ (uint64_t{1} << Below(64)));
   }
@@ -191,14 +217,14 @@ std::string MessageMutator::Bytes(std::string old, bool text) {
   switch (Below(7)) {
     case 0:
     case 1:
-      return words_.empty() ? old : words_[Below(static_cast<uint32_t>(words_.size()))];
+      return words_.empty() ? old : words_[Below(words_.size())];
     case 2:
-      old.resize(old.empty() ? 0 : Below(static_cast<uint32_t>(old.size()) + 1));
+      old.resize(old.empty() ? 0 : Below(old.size() + 1));
       return old;
     case 3:
       return old.size() * 2 <= kMaxBytes ? old + old : old;
     case 4:
-      for (uint32_t count = 1 + Below(4); count > 0; --count) old.push_back(byte());
+      for (int count = 1 + Below(4); count > 0; --count) old.push_back(byte());
       return old;
     case 5: {
       constexpr size_t kSizes[] = {1, 4, 15, 16, 17, 31, 32, 33, 64, 65, 255, 256, 257};
@@ -206,7 +232,7 @@ std::string MessageMutator::Bytes(std::string old, bool text) {
       return old;
     }
     default:
-      if (!old.empty()) old[Below(static_cast<uint32_t>(old.size()))] = byte();
+      if (!old.empty()) old[Below(old.size())] = byte();
       return old;
   }
 }

@@ -1,16 +1,24 @@
-// Structure-aware mutation of any message, through reflection: a field at a random place gets a value that a check may have
-// forgotten, is removed, made, copied or moved. (libprotobuf-mutator does more of the kind, and no distribution that the project
-// builds on packages it.)
-#ifndef HEADWATER_TESTS_FUZZ_SUPPORT_MESSAGE_MUTATOR_H_
-#define HEADWATER_TESTS_FUZZ_SUPPORT_MESSAGE_MUTATOR_H_
+// Inputs that are messages: binary, or in text form behind a first byte '#'. And their structure-aware mutation, through
+// reflection: a field at a random place gets a value that a check may have forgotten, is removed, made, copied or moved.
+// (libprotobuf-mutator does more of the kind, and no distribution that the project builds on packages it.)
+#ifndef HEADWATER_TESTS_FUZZ_SUPPORT_MESSAGES_H_
+#define HEADWATER_TESTS_FUZZ_SUPPORT_MESSAGES_H_
 
 #include <google/protobuf/message.h>
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "tests/fuzz/support/target.h"
+
 namespace headwater::fuzz {
+
+// False if the bytes are no such message.
+bool ReadMessageInput(InputReader input, google::protobuf::Message* message);
+// In text form if `text`. The number of bytes; `otherwise` if there is no room for them.
+size_t WriteMessageInput(const google::protobuf::Message& message, bool text, uint8_t* out, size_t max_size, size_t otherwise);
 
 class MessageMutator {
  public:
@@ -21,7 +29,10 @@ class MessageMutator {
   void Mutate(google::protobuf::Message* message);
 
   // A number in [0, bound), bound > 0.
-  uint32_t Below(uint32_t bound) { return static_cast<uint32_t>(Random() % bound); }
+  template <typename Number>
+  Number Below(Number bound) {
+    return static_cast<Number>(Random() % static_cast<uint64_t>(bound));
+  }
 
  private:
   // SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): there is a mutator for each input,
@@ -49,4 +60,4 @@ class MessageMutator {
 
 }  // namespace headwater::fuzz
 
-#endif  // HEADWATER_TESTS_FUZZ_SUPPORT_MESSAGE_MUTATOR_H_
+#endif  // HEADWATER_TESTS_FUZZ_SUPPORT_MESSAGES_H_
