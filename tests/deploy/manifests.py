@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -70,33 +70,28 @@ def only(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     return found
 
 
-def pod_specs(documents: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The pods that the objects make, with their names."""
+class Pod(NamedTuple):
+    """A pod that an object makes."""
+
+    name: str  # KIND/NAME of the object
+    spec: dict[str, Any]
+    server: dict[str, Any]  # the container that is headwaterd: a server, or a worker of one
+    flags: dict[str, str]  # its flags by name; of several the last one, as the program does it
+
+
+def pods(documents: list[dict[str, Any]]) -> Iterator[Pod]:
     for document in documents:
         name = f"{document['kind']}/{document['metadata']['name']}"
-        if document["kind"] == "Pod":
-            yield name, document["spec"]
-        elif document["kind"] == "LeaderWorkerSet":
-            template = document["spec"]["leaderWorkerTemplate"]
-            for part in ("leaderTemplate", "workerTemplate"):
-                if part in template:
-                    yield f"{name}/{part}", template[part]["spec"]
-        elif "template" in document.get("spec", {}):
-            yield name, document["spec"]["template"]["spec"]
+        templates = document["spec"].get("leaderWorkerTemplate", document["spec"]) if "spec" in document else {}
+        found = [templates[part]["spec"] for part in ("leaderTemplate", "workerTemplate", "template") if part in templates]
+        for spec in [document["spec"]] if document["kind"] == "Pod" else found:
+            server = next(container for container in containers(spec) if container["name"] in OURS)
+            arguments = (argument.partition("=") for argument in server["args"])
+            yield Pod(name, spec, server, {flag.removeprefix("--"): value for flag, _, value in arguments})
 
 
 def containers(spec: dict[str, Any]) -> list[dict[str, Any]]:
     return spec.get("initContainers", []) + spec["containers"]
-
-
-def server(spec: dict[str, Any]) -> dict[str, Any]:
-    """The container that is headwaterd: a server, or a worker of one."""
-    return next(container for container in containers(spec) if container["name"] in OURS)
-
-
-def flags(container: dict[str, Any]) -> dict[str, str]:
-    """Its flags by name; of several the last one, as the program does it."""
-    return {name.removeprefix("--"): value for name, _, value in (argument.partition("=") for argument in container["args"])}
 
 
 def seconds(duration: str) -> float:
@@ -129,11 +124,12 @@ def container_violations(container: dict[str, Any]) -> list[str]:
     return [what for is_broken, what in rules if is_broken]
 
 
-def violations(spec: dict[str, Any]) -> list[str]:
+def violations(pod: Pod) -> list[str]:
     """Properties of the pod that a platform's reviewers would refuse; empty if there are none."""
+    spec = pod.spec
     context, volumes = spec.get("securityContext", {}), spec.get("volumes", [])
     in_memory = [volume for volume in volumes if (volume.get("emptyDir") or {}).get("medium") == "Memory"]
-    drain_s = seconds(flags(server(spec)).get("drain_timeout", "30s"))
+    drain_s = seconds(pod.flags.get("drain_timeout", "30s"))
     rules = (
         *((spec.get(name), f"has {name}") for name in ("hostNetwork", "hostPID", "hostIPC")),
         (context.get("runAsNonRoot") is not True or not context.get("runAsUser"), "may run as root"),
@@ -144,7 +140,7 @@ def violations(spec: dict[str, Any]) -> list[str]:
             ("sizeLimit" not in volume["emptyDir"], f"has the volume {volume['name']} in memory without a bound")
             for volume in in_memory
         ),
-        *((True, f"{container['name']} {what}") for container in containers(spec) for what in container_violations(container)),
+        *((True, f"{container['name']} {what}") for container in containers(pod.spec) for what in container_violations(container)),
         (spec.get("terminationGracePeriodSeconds", 30) <= drain_s, "is killed before --drain_timeout ends"),
     )
     return [what for is_broken, what in rules if is_broken]

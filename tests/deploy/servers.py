@@ -1,9 +1,7 @@
-"""A headwaterd for a test, of the build that HEADWATER_BUILD_DIR names."""
+"""Servers, waits and programs for the tests of deployment and of monitoring."""
 
-import contextlib
+import importlib.util
 import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +9,11 @@ from typing import Any
 
 import pytest
 
-START_TIMEOUT_S = 60
+# The server's start and end are those of the end-to-end tests. By path, because several files are called conftest.
+_spec = importlib.util.spec_from_file_location("e2e_conftest", Path(__file__).parents[1] / "e2e/python/conftest.py")
+_e2e = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_e2e)
+Server, running_server, START_TIMEOUT_S = _e2e.Server, _e2e.running_server, _e2e.START_TIMEOUT_S
 
 
 def program(name: str) -> str:
@@ -39,38 +41,3 @@ def write_program(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
-
-
-def start_server(
-    arguments: list[str], port_file: Path, log: Path, binary: Path | None = None, out: str = os.devnull
-) -> subprocess.Popen:
-    """Starts headwaterd with these flags, of which one names the port file, and waits until it listens."""
-    with open(out, "wb") as stdout, log.open("wb") as stderr:
-        process = subprocess.Popen([binary or program("headwaterd"), *arguments], stdout=stdout, stderr=stderr)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not port_file.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            process.wait()
-            pytest.fail(f"headwaterd did not get ready: {log.read_text()}", pytrace=False)
-        time.sleep(0.02)
-    return process
-
-
-@contextlib.contextmanager
-def running_server(*flags: str):
-    """The address of a server with the CPU engine, which must end in an orderly way."""
-    with tempfile.TemporaryDirectory(prefix="hw-") as name:
-        folder = Path(name)
-        address, ready = f"unix:{folder}/s", folder / "ready"
-        own = [f"--listen_addresses={address}", f"--port_file={ready}", "--metrics_address=", "--engine=cpu"]
-        process = start_server([*own, "--log_level=warning", *flags], ready, folder / "log")
-        try:
-            yield address
-        finally:
-            process.terminate()
-            try:
-                process.wait(START_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise

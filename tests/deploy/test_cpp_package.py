@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from servers import start_server
+from servers import running_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ["HEADWATER_BUILD_DIR"])
@@ -44,15 +44,12 @@ def prefix(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(prefix, tmp_path_factory):
+def server(prefix):
     """Address of the installed headwaterd."""
-    folder = tmp_path_factory.mktemp("server")
-    address, ready = f"unix:{folder}/socket", folder / "ready"
-    flags = [f"--listen_addresses={address}", f"--port_file={ready}", "--metrics_address=", "--engine=cpu"]
-    process = start_server(flags, ready, folder / "log", prefix / "bin/headwaterd")
-    yield address
-    process.terminate()
-    process.wait(timeout=60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADWATERD", str(prefix / "bin/headwaterd"))
+        with running_server() as server:
+            yield server.address
 
 
 def check_example(program: Path, server: str) -> None:

@@ -165,5 +165,5 @@ def train(release, channel):
 
 @pytest.mark.parametrize("path", RELEASES, ids=release_name)
 def test_messages_of_a_release_train_a_head_on_this_server(path):
-    with running_server() as address, grpc.insecure_channel(address) as channel:
+    with running_server() as server, grpc.insecure_channel(server.address) as channel:
         train(wire_descriptors.kept(path), channel)

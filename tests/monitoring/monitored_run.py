@@ -1,4 +1,4 @@
-"""A headwaterd that trains a little and is scraped by a real Prometheus."""
+"""A headwaterd with metrics that trains a little and is scraped by a real Prometheus."""
 
 import contextlib
 import json
@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import urllib.parse
 import urllib.request
@@ -18,11 +17,25 @@ import headwater
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "deploy"))
 
-from servers import start_server, wait_until
+from servers import Server, running_server, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "monitoring" / "headwater.rules.yaml"
-SCRAPE_INTERVAL_S = 0.5
+
+
+def running(*flags: str):
+    """A server with metrics and a log in JSON that shares memory, for a `with` statement."""
+    own = ("--metrics_address=127.0.0.1:0", "--descriptor_socket={directory}/fd.sock", "--log_format=json")
+    return running_server(*own, *flags)
+
+
+def metrics_address(server: Server) -> str:
+    return "127.0.0.1:" + server.output.read_text().split("metrics on port ")[1].split()[0]
+
+
+def scrape(server: Server) -> str:
+    with urllib.request.urlopen(f"http://{metrics_address(server)}/metrics", timeout=10) as page:
+        return page.read().decode()
 
 
 def find_prometheus() -> tuple[str, str] | None:
@@ -31,46 +44,46 @@ def find_prometheus() -> tuple[str, str] | None:
     return found if all(found) else None
 
 
-def configuration(metrics_port: int) -> str:
-    """The configuration that docs/operations.md shows, with short intervals."""
-    return f"""\
+class Prometheus:
+    """A Prometheus of our own, on a port that the system draws, for a `with` statement.
+
+    Its configuration is the one that docs/operations.md shows, with short intervals.
+    """
+
+    def __init__(self, directory: Path, metrics: str):
+        self.config = directory / "prometheus.yml"
+        self.config.write_text(
+            f"""\
 global:
-  scrape_interval: {int(SCRAPE_INTERVAL_S * 1000)}ms
+  scrape_interval: 500ms
   evaluation_interval: 1s
 rule_files:
   - {RULES}
 scrape_configs:
   - job_name: headwater
     static_configs:
-      - targets: ["127.0.0.1:{metrics_port}"]
+      - targets: ["{metrics}"]
 """
-
-
-class Prometheus:
-    """A Prometheus of our own, on a port that the system draws."""
-
-    def __init__(self, directory: Path, metrics_port: int):
-        self.config = directory / "prometheus.yml"
-        self.config.write_text(configuration(metrics_port))
+        )
         log = directory / "prometheus.log"
         storage = f"--storage.tsdb.path={directory / 'data'}"
         command = [find_prometheus()[0], f"--config.file={self.config}", storage, "--web.listen-address=127.0.0.1:0"]
         with log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+            self._process = subprocess.Popen(command, stdout=output, stderr=output)
 
         def is_ready() -> bool:
-            if self.process.poll() is not None:
+            if self._process.poll() is not None:
                 raise RuntimeError(f"Prometheus did not start: {log.read_text()[-2000:]}")
             found = re.search(r'msg="Listening on" address=127\.0\.0\.1:(\d+)', log.read_text())
-            self.port = int(found[1]) if found else 0
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=10) as answer:
+            self._port = int(found[1]) if found else 0
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/-/ready", timeout=10) as answer:
                 return answer.status == 200
 
         wait_until(is_ready, "Prometheus")
 
     def get(self, path: str, **parameters: object):
         """The `data` of an answer of its HTTP API."""
-        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         with urllib.request.urlopen(url, timeout=30) as answer:
             document = json.load(answer)
         assert document["status"] == "success", document
@@ -79,39 +92,16 @@ class Prometheus:
     def query(self, expression: str) -> list[dict]:
         return self.get("query", query=expression)["result"]
 
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait()
+    def __enter__(self):
+        return self
 
-
-class Server:
-    """A headwaterd with metrics."""
-
-    def __init__(self, directory: Path, *flags: str):
-        self.address, self.log = f"unix:{directory}/hw.sock", directory / "log"
-        own = [
-            f"--listen_addresses={self.address}",
-            f"--port_file={directory / 'ready'}",
-            "--metrics_address=127.0.0.1:0",
-            f"--checkpoint_directory={directory / 'checkpoints'}",
-            f"--descriptor_socket={directory / 'fd.sock'}",
-            "--engine=cpu",
-            "--log_level=warning",
-        ]
-        self.process = start_server([*own, *flags], directory / "ready", self.log, out=f"{directory}/out")
-        self.metrics_port = int((directory / "out").read_text().split("metrics on port ")[1].split()[0])
-
-    def scrape(self) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as page:
-            return page.read().decode()
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait()
+    def __exit__(self, *_) -> None:
+        self._process.terminate()
+        self._process.wait()
 
 
 class Training(threading.Thread):
-    """Trains until it is stopped, by gRPC and by shared memory in turns.
+    """Trains within a `with` statement, by gRPC and by shared memory in turns.
 
     A step has eager and explicit micro-batches, a repeat, a discard, a distillation and an optimizer step.
     """
@@ -154,24 +144,12 @@ class Training(threading.Thread):
         student.jsd(hidden, teacher, hidden[::-1].copy(), micro_batch=3, step=step)
         student.apply_optimizer_step(learning_rate=1e-3, step=step, expected_micro_batches=[0, 1, 3])
 
-    def stop(self) -> None:
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
         self._stopping.set()
         self.join()
         if self.error is not None:
             raise self.error
-
-
-@contextlib.contextmanager
-def monitored_training():
-    """A server, a training run on it and a Prometheus that scrapes it, for a `with` statement."""
-    # The socket's path must be short.
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
-        server = Server(directory)
-        stack.callback(server.stop)
-        prometheus = Prometheus(directory, server.metrics_port)
-        stack.callback(prometheus.stop)
-        training = Training(server.address)
-        training.start()
-        stack.callback(training.stop)
-        yield server, prometheus, training

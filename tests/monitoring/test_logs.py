@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,30 +21,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # whatever the working
 sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e/python"))
 
 from certificates import make_authority, make_signed
-from monitored_run import Server, wait_until
+from monitored_run import Server, running, scrape, wait_until
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-@contextlib.contextmanager
-def running(*flags: str):
-    with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        server = Server(Path(directory), "--log_format=json", *flags)
-        server.directory = Path(directory)
-        yield server
-        server.stop()
-
-
 @pytest.fixture
-def server(tmp_path):
-    with running(f"--log_level_file={tmp_path}/level", f"--trace_dir={tmp_path}/traces") as server:
-        server.directory = tmp_path
+def server():
+    with running("--log_level_file={directory}/level", "--trace_dir={directory}/traces") as server:
         yield server
 
 
 def lines(server: Server) -> list[dict]:
     """The lines in the log so far; the last line may be on its way."""
-    return [json.loads(line) for line in server.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in server.log_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def set_level(server: Server, level: str) -> None:
@@ -146,7 +135,7 @@ def test_no_contents_of_tensors(server):
     ask(server, "the-end")
     wait_until(lambda: any(line.get("request_id") == "the-end" for line in lines(server)), "the last call's line")
     assert any(line.get("method") == "ComputeLoss" for line in lines(server))
-    everything = server.log.read_text() + server.scrape()
+    everything = server.log_text() + scrape(server)
     assert "48879.1" not in everything  # the digits before the point alone may be part of a time or an id
     assert np.float32(needle).tobytes() not in everything.encode()
     assert not any((server.directory / "traces").iterdir())  # no call has asked for any
@@ -154,7 +143,7 @@ def test_no_contents_of_tensors(server):
 
 def value(server: Server, series: str) -> float:
     """The sum of all samples whose name and labels begin so."""
-    found = re.findall(rf"^{re.escape(series)}\S* (\S+)$", server.scrape(), re.MULTILINE)
+    found = re.findall(rf"^{re.escape(series)}\S* (\S+)$", scrape(server), re.MULTILINE)
     assert found, series
     return sum(map(float, found))
 
@@ -245,7 +234,7 @@ def running_with_tls(folder: Path, *flags: str):
     """A server with TLS, which shows server.crt; and the port."""
     tls = [f"--tls_certificate={folder}/server.crt", f"--tls_key={folder}/server.key"]
     with running("--log_level=info", "--admin_listen_addresses=localhost:0", *tls, *flags) as server:
-        address = (server.directory / "out").read_text().split("admin on ")[1].split()[0]
+        address = server.output.read_text().split("admin on ")[1].split()[0]
         yield server, int(address.rsplit(":", 1)[1])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # whatever the working directory is
 
-from monitored_run import ROOT, RULES, find_prometheus, monitored_training, wait_until
+from monitored_run import ROOT, RULES, Prometheus, Training, find_prometheus, metrics_address, running, scrape, wait_until
 
 MONITORING = ROOT / "deploy" / "monitoring"
 RULE_TESTS = Path(__file__).resolve().parent / "headwater.rules.test.yaml"
@@ -105,10 +105,14 @@ def test_rules_hold_what_their_tests_say():
 
 @needs_prometheus
 def test_a_real_prometheus_sees_a_real_run():
-    with monitored_training() as (server, prometheus, training):
+    with (
+        running() as server,
+        Prometheus(server.directory, metrics_address(server)) as prometheus,
+        Training(server.address) as training,
+    ):
         promtool("check", "config", prometheus.config)
         # Conventions of names and units, of what is really served.
-        assert promtool("check", "metrics", text=server.scrape()).strip() == ""
+        assert promtool("check", "metrics", text=scrape(server)).strip() == ""
 
         wait_until(lambda: training.steps >= 4 or training.error, "four steps")
         # The scrapes that succeed: one that comes later than the short interval allows, on a busy machine, is none.

@@ -8,7 +8,6 @@ import pty
 import select
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # whatever the working directory is
 
-from monitored_run import Server, Training, wait_until
+from monitored_run import Server, Training, metrics_address, running, wait_until
 from servers import program
 
 # The outcomes of a step of Training, and of two.
@@ -27,10 +26,8 @@ PHASES = {"upload", "queue", "compute", "download", "commit"}
 
 @pytest.fixture(scope="module")
 def server():
-    with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        server = Server(Path(directory))
+    with running() as server:
         yield server
-        server.stop()
 
 
 def command(server: Server, *flags: str) -> list[str]:
@@ -72,11 +69,9 @@ def pages(*answers: str, status: int = 200):
 
 
 def test_top_shows_a_real_run(server):
-    training = Training(server.address)
-    training.start()
-    try:
+    with Training(server.address) as training:
         wait_until(lambda: training.steps >= 2 or training.error, "two steps")
-        metrics = f"127.0.0.1:{server.metrics_port}"
+        metrics = metrics_address(server)
 
         # On a busy machine a step may take long: the next look is over twice the time.
         intervals = iter([2, 4, 8, 16, 30, 30, 30, 30])
@@ -93,8 +88,6 @@ def test_top_shows_a_real_run(server):
 
         seen = wait_until(look_at_steps, "a look with all of two steps", timeout_s=300)
         text = wait_until(look_at_commits, "a look with a micro-batch that was added", timeout_s=300)
-    finally:
-        training.stop()
     assert seen["serving"] and seen["engine"] == "cpu" and seen["version"]
     assert seen["tokens_per_s"] > 0 and 0 < seen["busy"] <= 1 and 0 < seen["floor_utilization"]
     assert 0 < seen["chunk_fill"] <= 1
@@ -127,6 +120,7 @@ headwater_product_flops_total {flops}
 headwater_memory_planned_bytes{{purpose="weight"}} 3e+09
 headwater_memory_planned_bytes{{purpose="bias"}} 0
 """
+IDLE = PAGE.format(tokens=1, refusals=0, sum=0, count=0, flops=0)
 
 
 def test_figures_are_differences_of_pages(server):
@@ -167,8 +161,7 @@ def test_ranks_of_a_group_are_told_apart(server):
 
 
 def test_nothing_done_is_told_as_nothing(server):
-    page = PAGE.format(tokens=1, refusals=0, sum=0, count=0, flops=0)
-    with pages(page) as address:
+    with pages(IDLE) as address:
         text = top(server, "--once", "--interval=100ms", f"--metrics={address}")
     assert text.returncode == 0, text.stderr
     assert "0 % busy" in text.stdout and "of the floor" not in text.stdout and " nan" not in text.stdout.lower()
@@ -207,7 +200,7 @@ def test_wrong_command_lines_end_with_two(server, flags):
 def test_on_a_terminal_a_look_replaces_the_last_one(server):
     leader, follower = pty.openpty()
     environment = dict(os.environ, TERM="xterm")
-    flags = ("--interval=100ms", f"--metrics=127.0.0.1:{server.metrics_port}")
+    flags = ("--interval=100ms", f"--metrics={metrics_address(server)}")
     process = subprocess.Popen(command(server, *flags), stdout=follower, stderr=follower, env=environment)
     os.close(follower)
     seen = b""
@@ -229,7 +222,7 @@ def test_on_a_terminal_a_look_replaces_the_last_one(server):
 
 
 def test_into_a_pipe_looks_follow_each_other_without_escapes(server):
-    flags = ("--interval=100ms", f"--metrics=127.0.0.1:{server.metrics_port}")
+    flags = ("--interval=100ms", f"--metrics={metrics_address(server)}")
     with subprocess.Popen(
         command(server, *flags), stdout=subprocess.PIPE, text=True, env=dict(os.environ, TERM="xterm")
     ) as process:
@@ -243,8 +236,7 @@ def test_into_a_pipe_looks_follow_each_other_without_escapes(server):
 
 
 def test_control_characters_do_not_reach_the_terminal(server):
-    page = PAGE.format(tokens=1, refusals=0, sum=0, count=0, flops=0)
-    page = page.replace('a\\"b,c}d', "1\x1b]0;title\x07\x7f\u009b2J")
+    page = IDLE.replace('a\\"b,c}d', "1\x1b]0;title\x07\x7f\u009b2J")
     assert "\x1b" in page
     with pages(page) as address:
         done = top(server, "--once", "--interval=100ms", f"--metrics={address}")
@@ -260,20 +252,13 @@ def test_control_characters_do_not_reach_the_terminal(server):
 
 
 def test_bytes_that_are_no_text_end_nothing(server):
-    page = PAGE.format(tokens=1, refusals=0, sum=0, count=0, flops=0)
-    with pages(page.replace('a\\"b,c}d', "\udcff")) as address:
+    with pages(IDLE.replace('a\\"b,c}d', "\udcff")) as address:
         assert look(server, address)["version"] == "\ufffd"
 
 
-@pytest.mark.parametrize(
-    ("scheme", "metrics"), [("", "127.0.0.1:9464"), ("ipv4:", "127.0.0.1:9464"), ("dns:///", "127.0.0.1:9464")]
-)
-def test_the_metrics_are_looked_for_on_the_servers_host(scheme, metrics):
-    with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        server = Server(Path(directory), "--listen_addresses=127.0.0.1:0")
-        server.address = scheme + (Path(directory) / "ready").read_text().strip()
-        try:
-            done = top(server, "--once", "--interval=100ms")  # the process that listens there is not this server
-        finally:
-            server.stop()
-    assert f"http://{metrics}/metrics" in done.stderr or done.returncode == 0
+@pytest.mark.parametrize("scheme", ["", "ipv4:", "dns:///"])
+def test_the_metrics_are_looked_for_on_the_servers_host(scheme):
+    with running("--listen_addresses=127.0.0.1:0") as server:
+        server.address = scheme + (server.directory / "ready").read_text().strip()
+        done = top(server, "--once", "--interval=100ms")  # the process that listens there is not this server
+    assert "http://127.0.0.1:9464/metrics" in done.stderr or done.returncode == 0
