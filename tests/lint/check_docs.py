@@ -12,19 +12,15 @@ import re
 import sys
 from pathlib import Path
 
+from lint import FENCE, ROOT, blank, finish, pages
+
 TOP_LEVEL = ("client", "deploy", "docs", "kernels", "proto", "server", "tests", ".ci")
 README_LINES = 150
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 CODE = re.compile(r"`([^`\n]+)`")
-FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 SOURCES = {".h", ".cc", ".cu", ".cuh", ".py", ".proto"}
 FUNCTION = re.compile(r"(?:\w+::)*(~?\w+)\(\)")
 HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
-
-
-def blank(match: re.Match) -> str:
-    """As many line ends as the match had, so that line numbers stay right."""
-    return "\n" * match.group().count("\n")
 
 
 def anchors(text: str) -> set[str]:
@@ -122,15 +118,5 @@ def check_page(root: Path, page: Path) -> list[str]:
     return errors
 
 
-def main() -> int:
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
-    pages = [page for page in sorted(root.rglob("*.md")) if not {"build", ".git", ".venv"} & set(page.relative_to(root).parts)]
-    errors = [error for page in pages for error in check_page(root, page)]
-    for error in errors:
-        print(error, file=sys.stderr)
-    print(f"docs: {len(pages)} pages, {len(errors)} errors")
-    return 1 if errors else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(finish("docs", f"{len(pages())} pages", [error for page in pages() for error in check_page(ROOT, page)]))

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lint import ROOT, finish
+
 MAX_LINES = 850
 # Spelled apart, so that this file does not find itself.
 UNFINISHED = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b")
@@ -62,23 +64,19 @@ def check_mode(path: str, text: str, mode: int) -> list[str]:
 
 
 def main() -> int:
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
     # safe.directory: the checkout may belong to another user, as in a container.
-    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]
+    git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT)]
     listing = [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     paths = [path for path in subprocess.run(listing, check=True, capture_output=True, text=True).stdout.split("\0") if path]
     errors, count = [], 0
     for path in sorted(paths):
-        file = root / path
+        file = ROOT / path
         if file.suffix in TEXT_SUFFIXES and file.is_file() and not file.is_symlink():
             count += 1
             text = file.read_text(encoding="utf-8")
             errors += check_file(path, text)
             errors += check_mode(path, text, file.stat().st_mode)
-    for error in errors:
-        print(error, file=sys.stderr)
-    print(f"files: {count} checked, {len(errors)} errors")
-    return 1 if errors else 0
+    return finish("files", f"{count} checked", errors)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import code_comments
+from lint import FENCE, ROOT, blank, finish, pages
 
 MAX_WORDS = 25
 LEFT_OUT = (
@@ -59,15 +60,9 @@ CODE_WORDS = {
     re.compile(r"\bnone (is|are) (there|here)\b|\bthat (is|are) none\b"): "without a, absent",
 }
 PRINTED = re.compile(r"<!-- flags:.*?<!-- end of flags -->", re.DOTALL)
-FENCE = re.compile(r"^[ \t]*(```|~~~).*?^[ \t]*\1\s*$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\[]*([A-Z0-9`]|[a-z]+[A-Z0-9_(/\[]|[a-z]+\.[a-z])|\"[a-z_]+\")")
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|etc|vs|cf|approx|no)\.$|\b[A-Z]\.$")
-
-
-def blank(match: re.Match) -> str:
-    """As many line ends as the match had, so that line numbers stay right."""
-    return "\n" * match.group().count("\n")
 
 
 def blocks(text: str) -> list[tuple[int, str]]:
@@ -139,16 +134,16 @@ def problems(sentence: str, code: bool = False) -> list[str]:
     return found
 
 
-def check_page(root: Path, page: Path) -> list[str]:
+def check_page(page: Path) -> list[str]:
     """The errors of one page."""
-    name = page.relative_to(root).as_posix()
+    name = page.relative_to(ROOT).as_posix()
     found = sentences(page.read_text(encoding="utf-8"))
     return [f"{name}:{line}: {problem}" for line, sentence in found for problem in problems(sentence)]
 
 
-def check_source(root: Path, path: Path) -> list[str]:
+def check_source(path: Path) -> list[str]:
     """The errors of one source's comments and docstrings."""
-    name = path.relative_to(root).as_posix()
+    name = path.relative_to(ROOT).as_posix()
     errors = []
     for block in code_comments.blocks(path.read_text(encoding="utf-8"), name):
         for paragraph in code_comments.paragraphs(block):
@@ -159,17 +154,12 @@ def check_source(root: Path, path: Path) -> list[str]:
 
 
 def main() -> int:
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
-    pages = [page for page in sorted(root.rglob("*.md")) if not {"build", ".git", ".venv"} & set(page.relative_to(root).parts)]
-    pages = [page for page in pages if page.relative_to(root).as_posix() not in LEFT_OUT]
-    sources = [path for done in DONE for path in sorted(root.glob(done)) if path.suffix in SOURCES]
-    sources = [path for path in sources if path.relative_to(root).as_posix() not in LEFT_OUT]
-    errors = [error for page in pages for error in check_page(root, page)]
-    errors += [error for source in sources for error in check_source(root, source)]
-    for error in errors:
-        print(error, file=sys.stderr)
-    print(f"language: {len(pages)} pages, {len(sources)} sources, {len(errors)} errors")
-    return 1 if errors else 0
+    read = [page for page in pages() if page.relative_to(ROOT).as_posix() not in LEFT_OUT]
+    sources = [path for done in DONE for path in sorted(ROOT.glob(done)) if path.suffix in SOURCES]
+    sources = [path for path in sources if path.relative_to(ROOT).as_posix() not in LEFT_OUT]
+    errors = [error for page in read for error in check_page(page)]
+    errors += [error for source in sources for error in check_source(source)]
+    return finish("language", f"{len(read)} pages, {len(sources)} sources", errors)
 
 
 if __name__ == "__main__":

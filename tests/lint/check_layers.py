@@ -1,7 +1,7 @@
 """Checks that every #include and import obeys the layers of the design; takes seconds and needs nothing but Python.
 
 Each file belongs to the layer of the longest matching folder in LAYERS, and each include to one of the kinds below. A layer names
-the kinds that it may include; everything else is an error. The argument is the root of the checkout; this one without it.
+the kinds that it may include; everything else is an error.
 """
 
 import re
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import check_imports
+from lint import ROOT, finish
 
 # The kind of an include is that of the first pattern that matches its path; one that matches none is an error anywhere.
 KINDS = [
@@ -163,15 +164,9 @@ def check_tree(root: Path) -> tuple[int, list[str]]:
 
 
 def main() -> int:
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2]
-    count, errors = check_tree(root)
-    errors += check_imports.check_package(root / check_imports.FOLDER)
-    if count == 0:
-        errors.append(f"{root}: no source file found")
-    for error in errors:
-        print(error, file=sys.stderr)
-    print(f"layers: {count} files, {len(errors)} errors")
-    return 1 if errors else 0
+    count, errors = check_tree(ROOT)
+    errors += check_imports.check_package(ROOT / check_imports.FOLDER)
+    return finish("layers", f"{count} files", errors)
 
 
 if __name__ == "__main__":
