@@ -14,36 +14,27 @@ from collections import Counter
 from pathlib import Path
 
 
-def count_pytest(report: Path) -> Counter:
-    """Counts of a pytest report: errors are failures, expected failures are passes."""
-    counts = Counter()
-    for case in ElementTree.parse(report).iter("testcase"):
-        if case.find("failure") is not None or case.find("error") is not None:
-            counts["failed"] += 1
-        elif case.find("skipped") is not None:
-            counts["skipped"] += 1
-        else:
-            counts["passed"] += 1
-    return counts
+def outcome(case: ElementTree.Element) -> str:
+    """Errors are failures, expected failures are passes."""
+    if case.find("failure") is not None or case.find("error") is not None:
+        return "failed"
+    if case.get("status") == "notrun" or case.get("result") == "skipped" or case.find("skipped") is not None:
+        return "skipped"
+    return "passed"
+
+
+def count(report: Path) -> Counter:
+    """Counts of a report."""
+    cases = ElementTree.parse(report).iter("testcase")
+    return Counter(outcome(case) for case in cases if not case.get("name", "").startswith("DISABLED_Child"))
 
 
 def count_gtest(report: Path) -> Counter:
     """Counts of one GoogleTest program; all zero if it left no complete report."""
-    counts = Counter()
     try:
-        root = ElementTree.parse(report).getroot()
+        return count(report)
     except (FileNotFoundError, ElementTree.ParseError):
-        return counts
-    for case in root.iter("testcase"):
-        if case.get("name", "").startswith("DISABLED_Child"):
-            continue
-        if case.find("failure") is not None:
-            counts["failed"] += 1
-        elif case.get("status") == "notrun" or case.get("result") == "skipped" or case.find("skipped") is not None:
-            counts["skipped"] += 1
-        else:
-            counts["passed"] += 1
-    return counts
+        return Counter()
 
 
 def count_ctest(report: Path, folder: Path) -> Counter:
@@ -65,7 +56,7 @@ def count_ctest(report: Path, folder: Path) -> Counter:
 def main() -> int:
     match sys.argv[1:]:
         case ["--pytest", *reports] if reports:
-            counts = sum((count_pytest(Path(report)) for report in reports), Counter())
+            counts = sum((count(Path(report)) for report in reports), Counter())
         case ["--gtest", report]:
             counts = count_gtest(Path(report)) or Counter(failed=1)
         case ["--ctest", report, folder]:

@@ -4,6 +4,7 @@ Every import counts: one under TYPE_CHECKING and one inside a function are parts
 """
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,21 +46,13 @@ def imports(module: str, is_package: bool, tree: ast.AST, modules: set[str]) -> 
     return {name for name in found | (parents - own - {PACKAGE}) if name in modules and name != module}
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The groups of modules, of two or more, each of which imports all others of its group, perhaps by way of them."""
-
-    def reachable(start: str) -> set[str]:
-        seen: set[str] = set()
-        waiting = [start]
-        while waiting:
-            new = graph[waiting.pop()] - seen
-            seen |= new
-            waiting += new
-        return seen
-
-    reached = {module: reachable(module) for module in graph}
-    groups = {frozenset(other for other in reached[module] if module in reached[other]) for module in graph}
-    return sorted(sorted(group) for group in groups if group)
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; none if there is no circle."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return sorted(set(error.args[1]))
+    return []
 
 
 def functions(node: ast.AST) -> Iterator[ast.FunctionDef]:
@@ -98,7 +91,8 @@ def check_package(folder: Path) -> list[str]:
     names = {path: module_name(path, folder) for path in trees}
     modules = set(names.values())
     graph = {names[path]: imports(names[path], path.name == "__init__.py", tree, modules) for path, tree in trees.items()}
-    errors = [f"{FOLDER}: a circle of imports: {', '.join(group)}" for group in circles(graph)]
+    group = circle(graph)
+    errors = [f"{FOLDER}: a circle of imports: {', '.join(group)}"] if group else []
     exceptions = {"Exception", "BaseException"}.union(*map(package_errors, trees.values()))
     for path, tree in trees.items():
         errors += [
