@@ -4,6 +4,7 @@ The server is the real one. Building and training are left out. A cmake that onl
 lines that the test writes.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -43,7 +44,7 @@ head.save("mine", overwrite=True)
 class Checkout:
     """The parts of a checkout that quickstart uses, at a path with a space in it that is reached through a link."""
 
-    def __init__(self, folder: Path, example: str):
+    def __init__(self, folder: Path):
         real = folder / "real checkout"
         shutil.copytree(REPOSITORY / "deploy", real / "deploy")
         programs = Path(os.environ["HEADWATER_BUILD_DIR"])
@@ -51,9 +52,9 @@ class Checkout:
         for name in ("headwaterd", "headwaterctl"):
             shutil.copy(programs / "bin" / name, real / "build/release/bin")
         (real / "build/release/python").symlink_to(programs / "python")
-        script = real / "client/examples/python/quickstart/run.py"
-        script.parent.mkdir(parents=True)
-        script.write_text(example)
+        self.example = real / "client/examples/python/quickstart/run.py"
+        self.example.parent.mkdir(parents=True)
+        self.example.touch()
         tools = folder / "tools"
         write_program(tools / "cmake", "#!/bin/sh\necho '[1/2] Building'\necho '[2/2] Linking'\n")
         # Whatever the real example imports is said to be there.
@@ -63,11 +64,7 @@ class Checkout:
         self.path.symlink_to(real)
         self.output = real / "build/quickstart"
         self._program = str((real / "build/release/bin/headwaterd").resolve())
-        self._environment = {
-            **os.environ,
-            "PATH": f"{tools}:{os.environ['PATH']}",
-            "HEADWATER_PYTHON": str(tools / "python"),
-        }
+        self._environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "HEADWATER_PYTHON": f"{tools}/python"}
 
     def start(self, *options: str, folder: Path | None = None) -> subprocess.Popen:
         command = [str(self.path / "deploy/quickstart"), "--no-install", "--engine", "cpu", *options]
@@ -86,6 +83,7 @@ class Checkout:
 
     def start_until_running(self) -> subprocess.Popen:
         """The example has begun, and continues until `go_on`."""
+        self.example.write_text(WAITING)
         process = self.start()
         wait_until(lambda: (self.output / "running").exists() or process.poll() is not None, "the example", TIMEOUT_S)
         assert process.poll() is None, process.stdout.read()
@@ -97,13 +95,10 @@ class Checkout:
     def servers(self) -> list[int]:
         """The processes that run this checkout's headwaterd."""
         found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if os.readlink(entry / "exe") == self._program:
-                        found.append(int(entry.name))
-                except OSError:
-                    continue  # it has ended, or is another user's
+        for program in Path("/proc").glob("[0-9]*/exe"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if os.readlink(program) == self._program:
+                    found.append(int(program.parent.name))
         return found
 
     def socket_folder(self) -> Path:
@@ -111,27 +106,20 @@ class Checkout:
 
 
 @pytest.fixture
-def make_checkout(tmp_path):
-    made = []
-
-    def make(example: str) -> Checkout:
-        made.append(Checkout(tmp_path, example))
-        return made[-1]
-
-    yield make
+def checkout(tmp_path):
+    checkout = Checkout(tmp_path)
+    yield checkout
     # The remains of a test that fails.
-    for checkout in made:
-        for process in checkout.started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        for pid in checkout.servers():
-            os.kill(pid, signal.SIGKILL)
+    for process in checkout.started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    for pid in checkout.servers():
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [None, *INTERRUPTIONS])
-def test_no_server_stays(make_checkout, number):
-    checkout = make_checkout(WAITING)
+def test_no_server_stays(checkout, number):
     process = checkout.start_until_running()
     assert len(checkout.servers()) == 1
     if number is None:
@@ -144,8 +132,7 @@ def test_no_server_stays(make_checkout, number):
     assert not checkout.socket_folder().exists()
 
 
-def test_a_server_that_a_killed_one_left_is_ended_by_the_next(make_checkout):
-    checkout = make_checkout(WAITING)
+def test_a_server_that_a_killed_one_left_is_ended_by_the_next(checkout):
     process = checkout.start_until_running()
     left, folder = checkout.servers(), checkout.socket_folder()
     os.killpg(process.pid, signal.SIGKILL)
@@ -157,8 +144,7 @@ def test_a_server_that_a_killed_one_left_is_ended_by_the_next(make_checkout):
     assert not folder.exists()
 
 
-def test_a_second_one_at_the_same_time_is_refused(make_checkout):
-    checkout = make_checkout(WAITING)
+def test_a_second_one_at_the_same_time_is_refused(checkout):
     process = checkout.start_until_running()
     assert "another quickstart is running" in checkout.run(status=1)
     assert len(checkout.servers()) == 1
@@ -167,8 +153,8 @@ def test_a_second_one_at_the_same_time_is_refused(make_checkout):
     assert process.returncode == 0, text
 
 
-def test_what_was_saved_on_a_kept_server_is_in_the_way_of_no_later_run(make_checkout):
-    checkout = make_checkout(SAVING)
+def test_what_was_saved_on_a_kept_server_is_in_the_way_of_no_later_run(checkout):
+    checkout.example.write_text(SAVING)
     checkout.run("--keep")
     first = checkout.servers()
     assert len(first) == 1
@@ -180,8 +166,7 @@ def test_what_was_saved_on_a_kept_server_is_in_the_way_of_no_later_run(make_chec
     assert checkout.servers() == []
 
 
-def test_the_build_shows_its_progress_and_fails_with_its_output(make_checkout, tmp_path):
-    checkout = make_checkout("")
+def test_the_build_shows_its_progress_and_fails_with_its_output(checkout, tmp_path):
     text = checkout.run()
     assert "  [1/2]\n" in text, text
     assert "docs/guides/torch.md" in text  # the next step
@@ -192,15 +177,13 @@ def test_the_build_shows_its_progress_and_fails_with_its_output(make_checkout, t
     assert "[1/2] broken" in text and "the build failed" in text
 
 
-def test_a_file_that_was_cut_short_stops_nobody(make_checkout):
-    checkout = make_checkout("")
+def test_a_file_that_was_cut_short_stops_nobody(checkout):
     checkout.output.mkdir(parents=True)
     (checkout.output / "server.pid").write_text("")
     checkout.run()
 
 
-def test_a_bundle_is_looked_for_where_one_is(make_checkout, tmp_path):
-    checkout = make_checkout("")
+def test_a_bundle_is_looked_for_where_one_is(checkout, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/bundle").symlink_to(checkout.path / "build/release")
     checkout.run("--bundle", "bundle", folder=tmp_path / "elsewhere")

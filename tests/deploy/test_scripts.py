@@ -44,12 +44,6 @@ def test_an_interpreter_that_is_too_old_is_not_taken(tmp_path, version, found):
     assert printed == (str(python) if found else "none")
 
 
-def write_groups(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text + "\n")
-
-
 NO_LIMIT = "65536 1152921504606846976"
 
 
@@ -70,8 +64,9 @@ NO_LIMIT = "65536 1152921504606846976"
     ],
 )
 def test_limits_of_control_groups_are_read(tmp_path, groups, files, limits):
-    write_groups(tmp_path / "root", files)
-    (tmp_path / "groups").write_text(groups + "\n")
+    for name, text in {"groups": groups, **{f"root/{name}": text for name, text in files.items()}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
     assert in_library('control_group_limits "$@"', str(tmp_path / "root"), str(tmp_path / "groups")) == limits
 
 
@@ -119,14 +114,11 @@ def test_packages_are_fetched_through_the_callers_proxies_if_there_are_any(anyon
     calls = (anyones_folder / "apt-get").read_text().splitlines()
     told = sorted(line for line in calls if "proxy" in line)
     assert told == sorted(2 * [f"{name}={value}" for name, value in proxies.items()])  # update, install
+    assert not (anyones_folder / "systemd").exists()
 
 
 def test_the_service_of_prometheus_is_masked_before_the_package_starts_it(anyones_folder):
     unit = anyones_folder / "systemd/system/prometheus.service"
-    install_deps(anyones_folder, DEBIAN)
-    assert not unit.parent.exists()
-    for name in ("deploy", "tools"):
-        shutil.rmtree(anyones_folder / name)
     # apt-get says what there was when it was called.
     assert "systemctl unmask prometheus" in install_deps(anyones_folder, DEBIAN, "prometheus", apt_get=f'readlink "{unit}"')
     assert unit.readlink() == Path("/dev/null")
@@ -150,16 +142,13 @@ def test_another_distribution_is_told_what_to_do(anyones_folder, release, told):
     assert "unbound" not in words
 
 
-def test_pytorch_is_left_out_where_it_is_not_needed(anyones_folder):
+@pytest.mark.parametrize("options", [(), ("--no-torch",)])
+def test_pytorch_is_left_out_where_it_is_not_needed(anyones_folder, options):
     # No interpreter has it. As the image is compiled: it would be the larger part of what is fetched.
-    for options, there in (((), True), (("--no-torch",), False)):
-        folder = anyones_folder / str(there)
-        folder.mkdir()
-        folder.chmod(0o777)
-        install_deps(folder, DEBIAN, *options, "more", HEADWATER_PYTHON="/bin/false")
-        packages = (folder / "apt-get").read_text().split()
-        assert ("python3-torch" in packages) == there
-        assert "libgrpc++-dev" in packages and "more" in packages and "--no-torch" not in packages
+    install_deps(anyones_folder, DEBIAN, *options, "more", HEADWATER_PYTHON="/bin/false")
+    packages = (anyones_folder / "apt-get").read_text().split()
+    assert ("python3-torch" in packages) == (not options)
+    assert "libgrpc++-dev" in packages and "more" in packages and "--no-torch" not in packages
     assert "deploy/install-deps --no-torch\n" in (REPOSITORY / "deploy/image/compile").read_text()
 
 

@@ -45,13 +45,6 @@ def messages(files: descriptor_pb2.FileDescriptorSet) -> dict[str, descriptor_pb
     return {name: found for file in files.file for message in file.message_type for name, found in walk(file.package, message)}
 
 
-def enums(files: descriptor_pb2.FileDescriptorSet) -> dict[str, dict[str, int]]:
-    """All enums by name: the numbers of their values."""
-    found = {f"{file.package}.{enum.name}": enum for file in files.file for enum in file.enum_type}
-    found |= {f"{name}.{enum.name}": enum for name, message in messages(files).items() for enum in message.enum_type}
-    return {name: {value.name: value.number for value in enum.value} for name, enum in found.items()}
-
-
 def methods(files: descriptor_pb2.FileDescriptorSet) -> dict[str, tuple]:
     """All methods by the path that they are called by: their messages, and whether each is a stream."""
     return {
@@ -73,28 +66,21 @@ def shape(message: descriptor_pb2.DescriptorProto, field: Field) -> tuple:
     return field.number, field.type, field.label, field.type_name, field.proto3_optional, group
 
 
+def facts(files: descriptor_pb2.FileDescriptorSet) -> dict[str, Any]:
+    """All messages, fields, values of enums and methods by name, with what they are."""
+    found: dict[str, Any] = {f"method {path}": signature for path, signature in methods(files).items()}
+    enums = {f"{file.package}.{enum.name}": enum for file in files.file for enum in file.enum_type}
+    for name, message in messages(files).items():
+        found[f"message {name}"] = "there"
+        found |= {f"field {name}.{field.name}": shape(message, field) for field in message.field}
+        enums |= {f"{name}.{enum.name}": enum for enum in message.enum_type}
+    return found | {f"value {name}.{value.name}": value.number for name, enum in enums.items() for value in enum.value}
+
+
 def broken(old: descriptor_pb2.FileDescriptorSet, new: descriptor_pb2.FileDescriptorSet) -> list[str]:
     """What a client or server of `old` could no longer say, or would understand otherwise, with one of `new`."""
-    wrong = []
-    new_messages = messages(new)
-    for name, message in messages(old).items():
-        if name not in new_messages:
-            wrong.append(f"message {name} is missing")
-            continue
-        now = {field.name: shape(new_messages[name], field) for field in new_messages[name].field}
-        for field in message.field:
-            if now.get(field.name) != shape(message, field):
-                wrong.append(f"field {name}.{field.name} was {shape(message, field)}, is {now.get(field.name)}")
-    new_enums = enums(new)
-    for name, values in enums(old).items():
-        for value, number in values.items():
-            if new_enums.get(name, {}).get(value) != number:
-                wrong.append(f"value {name}.{value} was {number}, is {new_enums.get(name, {}).get(value)}")
-    new_methods = methods(new)
-    for path, signature in methods(old).items():
-        if new_methods.get(path) != signature:
-            wrong.append(f"method {path} was {signature}, is {new_methods.get(path)}")
-    return wrong
+    now = facts(new)
+    return [f"{name} was {fact}, is {now.get(name)}" for name, fact in facts(old).items() if now.get(name) != fact]
 
 
 class Messages:
