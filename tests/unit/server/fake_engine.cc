@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <set>
@@ -66,12 +67,8 @@ class FakeHead::Use {
 };
 
 float RoundToBFloat16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  bits += 0x7fff + (bits >> 16 & 1);
-  bits &= 0xffff0000;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  return std::bit_cast<float>((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
 }
 
 HeadSpec SmallSpec(int64_t vocab_size, int64_t hidden_size) {
@@ -135,9 +132,7 @@ absl::Status FakeHead::DoReadTensor(HeadTensor tensor, int64_t element_start, in
     return absl::OkStatus();
   }
   for (int64_t i = 0; i < element_count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, from + i, sizeof(bits));
-    static_cast<uint16_t*>(out)[i] = static_cast<uint16_t>(bits >> 16);
+    static_cast<uint16_t*>(out)[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(from[i]) >> 16);
   }
   return absl::OkStatus();
 }
@@ -146,15 +141,11 @@ absl::Status FakeHead::DoWriteTensor(HeadTensor tensor, int64_t element_start, i
   const Use use(*this, Access::kAlone, Access::kAlone);
   const absl::Status failure = control_.Note("WriteTensor");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
+  if (control_.bug == FakeBug::kSwapsByHalf && tensor == HeadTensor::kBias) return failure;
   const bool as_bfloat16 = TensorDataType(tensor) == DataType::kBFloat16;
   for (int64_t i = 0; i < element_count; ++i) {
-    float value;
-    if (as_bfloat16) {
-      const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(in)[i]) << 16;
-      std::memcpy(&value, &bits, sizeof(value));
-    } else {
-      value = static_cast<const float*>(in)[i];
-    }
+    const float value =
+        as_bfloat16 ? std::bit_cast<float>(uint32_t{static_cast<const uint16_t*>(in)[i]} << 16) : static_cast<const float*>(in)[i];
     const size_t index = static_cast<size_t>(element_start + i);
     const float stored = spec_.data_type == DataType::kBFloat16 ? RoundToBFloat16(value) : value;
     if (tensor == HeadTensor::kWeight || tensor == HeadTensor::kMasterWeight) {
@@ -176,6 +167,7 @@ absl::Status FakeHead::DoZeroGradient() {
   const absl::Status failure = control_.Note("ZeroGradient");
   if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
   EXPECT_TRUE(spec_.trainable) << "a frozen head has no gradient";
+  if (control_.bug == FakeBug::kKeepsGradient) return failure;
   for (const HeadTensor tensor : {HeadTensor::kGradWeight, HeadTensor::kGradBias}) {
     if (tensors_.contains(tensor)) std::fill(tensors_[tensor].begin(), tensors_[tensor].end(), 0.0f);
   }
@@ -230,7 +222,7 @@ absl::StatusOr<GradientStats> FakeHead::DoComputeGradientStats() const {
 absl::Status FakeHead::DoApplyOptimizer(const OptimizerStep& step) {
   const Use use(*this, Access::kAlone, Access::kAlone);
   const absl::Status failure = control_.Note("ApplyOptimizer");
-  if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
+  if (HasReason(failure, ErrorReason::kShardNotReady) && control_.bug != FakeBug::kAppliesByHalf) return failure;
   update_count_ = step.update_count;
   const auto update = [&](HeadTensor weight, HeadTensor master, HeadTensor gradient, HeadTensor moment1, HeadTensor moment2) {
     if (!tensors_.contains(weight)) return;
@@ -251,22 +243,15 @@ absl::Status FakeHead::DoApplyOptimizer(const OptimizerStep& step) {
   return failure;
 }
 
-namespace {
-
-// What a micro-batch adds, by head and tensor.
-using FakeGradients = std::map<FakeHead*, std::map<HeadTensor, std::vector<float>>>;
-
-}  // namespace
-
 // A contribution: what Compute() would have added. Its heads have a slot taken for it.
 class FakeStaged : public StagedContribution {
  public:
-  FakeStaged(FakeGradients gradients, FakeControl& control) : gradients_(std::move(gradients)), control_(control) {
+  FakeStaged(FakeEngine::Gradients gradients, FakeControl& control) : gradients_(std::move(gradients)), control_(control) {
     for (auto& [head, tensors] : gradients_) ++head->slots_taken_;
   }
   // The one thing that other calls on the heads may overlap with.
   ~FakeStaged() override {
-    if (!control_.leaks_slots) Release();
+    if (control_.bug != FakeBug::kLeaksSlot) Release();
   }
 
   absl::Status DoCommit(double factor) override {
@@ -276,7 +261,8 @@ class FakeStaged : public StagedContribution {
       uses.push_back(std::make_unique<FakeHead::Use>(*head, FakeHead::Access::kNone, FakeHead::Access::kAlone));
     const absl::Status failure = control_.Note("Commit");
     if (HasReason(failure, ErrorReason::kShardNotReady)) return failure;
-    FakeEngine::Add(gradients_, static_cast<float>(factor));
+    if (control_.bug == FakeBug::kAddsTwice) factor *= 2;
+    if (control_.bug != FakeBug::kDropsCommit) FakeEngine::Add(gradients_, static_cast<float>(factor));
     Release();
     control_.Done();
     return failure;
@@ -289,7 +275,7 @@ class FakeStaged : public StagedContribution {
     for (auto& [head, tensors] : gradients_) --head->slots_taken_;
   }
 
-  const FakeGradients gradients_;
+  const FakeEngine::Gradients gradients_;
   FakeControl& control_;
   bool done_ = false;
 };
@@ -307,7 +293,7 @@ absl::StatusOr<std::unique_ptr<EngineHead>> FakeEngine::DoCreateHead(const HeadS
   return std::make_unique<FakeHead>(spec, options_.shard_count, control_);
 }
 
-void FakeEngine::Add(const std::map<FakeHead*, std::map<HeadTensor, std::vector<float>>>& gradients, float factor) {
+void FakeEngine::Add(const Gradients& gradients, float factor) {
   for (const auto& [head, tensors] : gradients) {
     for (const auto& [tensor, values] : tensors) {
       std::vector<float>& accumulator = head->tensors_[tensor];
@@ -346,7 +332,7 @@ absl::StatusOr<MicroBatchResult> FakeEngine::DoCompute(const MicroBatch& micro_b
   }
 
   MicroBatchResult result;
-  FakeGradients gradients;
+  Gradients gradients;
   bool finite = true;
   float* grad_hidden = static_cast<float*>(micro_batch.grad_hidden.data);
   if (grad_hidden != nullptr)
@@ -398,11 +384,13 @@ absl::StatusOr<MicroBatchResult> FakeEngine::DoCompute(const MicroBatch& micro_b
     if (stages && head->FreeStagingSlots() <= 0) return MakeError(ErrorReason::kStagingFull, "no staging slot is free");
   }
   if (micro_batch.refuse_non_finite && !finite) return MakeError(ErrorReason::kNonFiniteValues, "there are non-finite rows");
+  absl::Status decision;
   if (flow != nullptr) {
     DigestBuilder sum;
     sum.AddRows(0, 0, micro_batch.hidden.row_count, micro_batch.hidden.column_count * static_cast<int64_t>(sizeof(float)),
                 micro_batch.hidden.data);
-    if (absl::Status status = flow->Decide(micro_batch.digest_rows ? &sum : nullptr); !status.ok()) return status;
+    decision = flow->Decide(micro_batch.digest_rows ? &sum : nullptr);
+    if (!decision.ok() && control_.bug != FakeBug::kAddsUndecided) return decision;
     if (control_.after_decide != nullptr) control_.after_decide();
     if (grad_hidden != nullptr) flow->GradHiddenReady(micro_batch.grad_hidden.row_count);
   }
@@ -412,7 +400,10 @@ absl::StatusOr<MicroBatchResult> FakeEngine::DoCompute(const MicroBatch& micro_b
     absl::MutexLock lock(&adding_);
     Add(gradients, 1);
   }
+  const bool is_repeat = micro_batch.backward && micro_batch.grad_weight == GradWeightMode::kNone;
+  if (control_.bug == FakeBug::kRepeatsOtherwise && is_repeat && grad_hidden != nullptr) ++grad_hidden[0];
   control_.Done();
+  if (!decision.ok()) return decision;
   if (!failure.ok()) return failure;
   return result;
 }

@@ -26,6 +26,19 @@
 
 namespace headwater::testing {
 
+// What an engine that is wrong does, for the test of a test.
+enum class FakeBug {
+  kNone,
+  kDropsCommit,
+  kAddsTwice,
+  kLeaksSlot,  // of a contribution that is dropped
+  kKeepsGradient,
+  kAddsUndecided,     // rows whose flow decides against them
+  kRepeatsOtherwise,  // a row that is computed again gets another gradient
+  kAppliesByHalf,     // an update that a shard was not ready for is made
+  kSwapsByHalf,       // of new weights the bias is forgotten
+};
+
 // What the engine and its heads share: fault injection and records.
 class FakeControl {
  public:
@@ -47,7 +60,7 @@ class FakeControl {
   std::function<void()> during_compute, after_decide;
   // Called first by every call, and by Done(), if set.
   std::function<void()> on_call, on_done;
-  bool leaks_slots = false;  // a contribution that is dropped keeps its slot, for the test of a test
+  FakeBug bug = FakeBug::kNone;
 
  private:
   struct Failure {
@@ -118,8 +131,10 @@ class FakeEngine : public LossEngine {
  private:
   friend class FakeStaged;
 
+  // What a micro-batch adds, by head and tensor.
+  using Gradients = std::map<FakeHead*, std::map<HeadTensor, std::vector<float>>>;
   // Adds factor x gradients to the accumulators.
-  static void Add(const std::map<FakeHead*, std::map<HeadTensor, std::vector<float>>>& gradients, float factor);
+  static void Add(const Gradients& gradients, float factor);
 
   EngineOptions options_;
   FakeControl control_;

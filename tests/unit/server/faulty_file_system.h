@@ -27,6 +27,10 @@ class FaultyFileSystem : public checkpoint::FileSystem {
   }
   // Called once, before the next change.
   void OnNextChange(std::function<void()> hook) { hook_ = std::move(hook); }
+  // Called before and after each change.
+  void OnEachChange(std::function<void()> hook) { each_hook_ = std::move(hook); }
+  // Changes whose names begin with this are not made, and look as if they were.
+  void LeaveOut(const std::string& what) { left_out_ = what; }
   void DisableExchange() { can_exchange_ = false; }
   void Reset() {
     crash_at_ = fail_at_ = -1;
@@ -95,14 +99,18 @@ class FaultyFileSystem : public checkpoint::FileSystem {
     changes_.push_back(what);
     if (crash_at_ >= 0 && number >= crash_at_) return MakeError(ErrorReason::kInternal, "the process has ended");
     if (number == fail_at_) return failure_;
-    return work();
+    if (each_hook_ != nullptr) each_hook_();
+    const absl::Status status = !left_out_.empty() && what.starts_with(left_out_) ? absl::OkStatus() : work();
+    if (each_hook_ != nullptr) each_hook_();
+    return status;
   }
 
   checkpoint::FileSystem& files_;
   int crash_at_ = -1;
   int fail_at_ = -1;
   absl::Status failure_;
-  std::function<void()> hook_;
+  std::function<void()> hook_, each_hook_;
+  std::string left_out_;
   bool can_exchange_ = true;
   std::vector<std::string> changes_;
 };

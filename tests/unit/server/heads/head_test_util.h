@@ -84,7 +84,8 @@ Digest DigestOf(const Payload& payload);
 // Rows of a submission that flow. They are there at once unless `on_await` is set.
 class TestRows : public heads::IncomingRows {
  public:
-  explicit TestRows(const Payload& payload) : digest_(DigestOf(payload)) {}
+  explicit TestRows(const Digest& digest) : digest_(digest) {}
+  explicit TestRows(const Payload& payload) : TestRows(DigestOf(payload)) {}
 
   absl::Status AwaitRows(int64_t row_end) override {
     awaited.push_back(row_end);

@@ -3,45 +3,42 @@
 #define HEADWATER_TESTS_UNIT_SERVER_HISTORY_CLIENT_RULES_H_
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "client/core/call/retry.h"
+#include "client/core/replay/replay_log.h"
 #include "events.h"
 
 namespace headwater::history {
 
-// The repetitions of one call: client::internal::RetryState.
-class RetryRules {
- public:
-  // `safe`: a second execution does the same as one.
-  explicit RetryRules(bool safe);
-  ~RetryRules();
-  // An attempt failed with this reason; empty: the connection broke. True if it is made again.
-  bool RepeatsAfter(const std::string& reason);
+using client::internal::RetryState;
 
- private:
-  struct Impl;
-  const std::unique_ptr<Impl> impl_;
-};
+// The repetitions of one call. `safe`: a second execution does the same as one.
+RetryState RetriesOf(bool safe);
+// What an attempt that failed with this reason tells them; empty: the connection broke.
+absl::Status ToStatus(const std::string& reason);
 
-// What a client repeats after the server's restart: client::internal::ReplayLog, of one head.
+// What a client repeats after the server's restart, of one head.
 class ClientLog {
  public:
-  explicit ClientLog(int64_t max_bytes);
-  ~ClientLog();
+  explicit ClientLog(int64_t max_bytes) : log_(max_bytes, /*max_steps=*/0, /*on_open=*/[] {}) {}
   // A call of the head's step has succeeded.
   void Add(const Event& event);
-  void StepIsOpen(int64_t step);
+  void StepIsOpen(int64_t step) { log_.StepIsOpen(head_, step); }
   void Forget();
   // What of the open step is to be made again, oldest first.
-  std::vector<Event> Entries() const;
+  std::vector<Event> Entries();
   // Nothing of this step was dropped for want of room.
-  bool IsComplete(int64_t step) const;
+  bool IsComplete(int64_t step) const { return head_->first_logged_step() <= step; }
 
  private:
-  struct Impl;
-  const std::unique_ptr<Impl> impl_;
+  client::internal::ReplayLog log_;
+  std::shared_ptr<client::internal::HeadState> head_ = std::make_shared<client::internal::HeadState>(v1::Head(), "");
+  std::map<const client::internal::LoggedCall*, Event> events_;  // of what may be in the log
 };
 
 }  // namespace headwater::history

@@ -10,7 +10,6 @@
 #include "absl/strings/str_join.h"
 #include "generator.h"
 #include "simulation.h"
-#include "source.h"
 #include "tests/unit/server/history/model/model.h"
 
 namespace headwater::history {
@@ -33,11 +32,7 @@ class Comparison {
     Event known = event;
     if (event.crash_at > 0 && !reply_.numbers.empty()) known.crash_changed = reply_.numbers[0] != 0;
     if (std::string difference = Difference(reply_, model_.Run(known)); !difference.empty()) return difference;
-    actual_view_.Clear();
-    expected_view_.Clear();
-    model_.Observe(expected_view_);
-    world_.Observe(actual_view_);
-    return View::Difference(actual_view_, expected_view_);
+    return View::Difference(world_.Observe(), model_.Observe());
   }
 
  private:
@@ -62,7 +57,6 @@ class Comparison {
   Model model_;
   World world_;
   Reply reply_;
-  View actual_view_, expected_view_;
 };
 
 std::string EventLine(int index, const Event& event) { return absl::StrCat("  ", index, ": ", ToString(event), "\n"); }

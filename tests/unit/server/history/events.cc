@@ -193,13 +193,6 @@ bool SameNumbers(const std::vector<double>& a, const std::vector<double>& b) {
 
 std::string PrintNumbers(const std::vector<double>& numbers) { return absl::StrCat("[", absl::StrJoin(numbers, " "), "]"); }
 
-void View::Clear() {
-  marks_.clear();
-  values_.clear();
-}
-
-void View::Section(const char* name) { marks_.push_back({name, values_.size()}); }
-
 std::string View::Print(size_t mark) const {
   const size_t end = mark + 1 < marks_.size() ? marks_[mark + 1].start : values_.size();
   std::vector<double> values(values_.begin() + static_cast<std::ptrdiff_t>(marks_[mark].start),

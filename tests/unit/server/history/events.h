@@ -7,9 +7,10 @@
 #define HEADWATER_TESTS_UNIT_SERVER_HISTORY_EVENTS_H_
 
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
 #include "headwater/kernels/error.h"
@@ -22,6 +23,7 @@ namespace headwater::history {
 // ---- the world that all histories play in ----------------------------------------------------------------------------
 
 inline constexpr int kHeadCount = 6;
+inline constexpr const char* kHeadSections[kHeadCount] = {"head 0/", "head 1/", "head 2/", "head 3/", "head 4/", "head 5/"};
 inline constexpr int64_t kWidth = 2;           // hidden size of every head
 inline constexpr int64_t kMaxVocab = 16;       // of any head
 inline constexpr int64_t kMicroBatchIds = 6;   // 0 ... 5
@@ -202,24 +204,53 @@ enum class Crash { kNone, kBefore, kWithin, kUnanswered };
 
 // What a call answered: the reason ("OK" without one), and the numbers of an answer that is OK.
 struct Reply {
-  Reply() = default;
-  Reply(std::string given_reason, std::vector<double> given_numbers)
-      : reason(std::move(given_reason)), numbers(std::move(given_numbers)) {}
-
   std::string reason = "OK";
-  std::vector<double> numbers;
-  std::vector<Reply> beside;  // to a call that was computed beside this one
+  std::vector<double> numbers = {};
+  std::vector<Reply> beside = {};  // to a call that was computed beside this one
   Crash crash = Crash::kNone;
 };
+
+// Where the events of a history come from, one after the other.
+class Source {
+ public:
+  virtual ~Source() = default;
+  virtual Event Next() = 0;
+  // What the server answered to the event that came last. Says what is wrong with it, empty if nothing is.
+  virtual std::string Answered(const Event& event, const Reply& reply) = 0;
+};
+
+// Adds numbers of any type, or all that a container has.
+template <typename... Values>
+void AddNumbers(std::vector<double>& numbers, const Values&... values) {
+  [[maybe_unused]] const auto add = [&numbers](const auto& value) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(value)>>) {
+      numbers.push_back(static_cast<double>(value));
+    } else {
+      numbers.insert(numbers.end(), std::begin(value), std::end(value));
+    }
+  };
+  (add(values), ...);
+}
+template <typename... Values>
+std::vector<double> Numbers(const Values&... values) {
+  std::vector<double> numbers;
+  AddNumbers(numbers, values...);
+  return numbers;
+}
 
 // Numbers in named sections: the observable state of everything.
 class View {
  public:
-  void Clear();
-  // Begins a section; the name must outlive the view.
-  void Section(const char* name);
-  void Add(double value) { values_.push_back(value); }
-  void Add(const std::vector<float>& values) { values_.insert(values_.end(), values.begin(), values.end()); }
+  // Begins a section with these numbers; the name must outlive the view.
+  template <typename... Values>
+  void Section(const char* name, const Values&... values) {
+    marks_.push_back({name, values_.size()});
+    Add(values...);
+  }
+  template <typename... Values>
+  void Add(const Values&... values) {
+    AddNumbers(values_, values...);
+  }
   // Empty if equal (a NaN is equal to a NaN), else where and how they differ.
   static std::string Difference(const View& actual, const View& expected);
 

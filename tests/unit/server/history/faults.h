@@ -2,43 +2,47 @@
 #ifndef HEADWATER_TESTS_UNIT_SERVER_HISTORY_FAULTS_H_
 #define HEADWATER_TESTS_UNIT_SERVER_HISTORY_FAULTS_H_
 
-#include <array>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "events.h"
 
 namespace headwater::history {
 
-// The RPCs that reach the transaction code. The others have no part in it: TransferRows and the shared memory bring rows of
-// ComputeLoss, StreamTeacher those of a teacher; LoadWeights ends as UploadWeights does; ListHeads and GetServerInfo change nothing
-// and wait for nothing.
-enum class Rpc {
-  kComputeLoss,
-  kCommitMicroBatch,
-  kDiscardMicroBatch,
-  kAddGradient,
-  kSealStep,
-  kApplyOptimizerStep,
-  kDiscardGradient,
-  kUploadWeights,
-  kUploadNewWeights,  // UploadWeights that closes a step
-  kDownloadWeights,
-  kDownloadGradient,
-  kGetGradientNorm,
-  kGetStep,
-  kGetHead,
-  kCreateHead,
-  kDeleteHead,
-  kTakeHead,
-  kSaveCheckpoint,
-  kRestoreCheckpoint,
-  kOpenSession,
-  kKeepAlive,
-  kCloseSession,
+// The RPCs that reach the transaction code, each by the operation that is its call, of which kAnnounce and kRows are parts. The
+// others have no part in it: TransferRows and the shared memory bring rows of ComputeLoss, StreamTeacher those of a teacher;
+// LoadWeights ends as UploadWeights does; ListHeads and GetServerInfo change nothing and wait for nothing.
+struct Rpc {
+  Op op;
+  const char* name;
 };
-inline constexpr int kRpcCount = static_cast<int>(Rpc::kCloseSession) + 1;
+inline constexpr Rpc kRpcs[] = {
+    {Op::kCall, "ComputeLoss"},
+    {Op::kCommit, "CommitMicroBatch"},
+    {Op::kDiscard, "DiscardMicroBatch"},
+    {Op::kAddGradient, "AddGradient"},
+    {Op::kSeal, "SealStep"},
+    {Op::kApply, "ApplyOptimizerStep"},
+    {Op::kDiscardGradient, "DiscardGradient"},
+    {Op::kSetTensors, "UploadWeights"},
+    {Op::kReplace, "UploadWeights/new"},  // that closes a step
+    {Op::kReadWeights, "DownloadWeights"},
+    {Op::kReadGradient, "DownloadGradient"},
+    {Op::kGradientNorm, "GetGradientNorm"},
+    {Op::kGetSteps, "GetStep"},
+    {Op::kGetHead, "GetHead"},
+    {Op::kCreate, "CreateHead"},
+    {Op::kDelete, "DeleteHead"},
+    {Op::kTake, "TakeHead"},
+    {Op::kSave, "SaveCheckpoint"},
+    {Op::kRestore, "RestoreCheckpoint"},
+    {Op::kOpenSession, "OpenSession"},
+    {Op::kRenewSession, "KeepAlive"},
+    {Op::kCloseSession, "CloseSession"},
+};
 
 enum class Fault {
   kRequestDropped,     // it never comes; the client finds its connection broken
@@ -63,30 +67,27 @@ enum class Fault {
 };
 inline constexpr int kFaultCount = static_cast<int>(Fault::kEngineFails) + 1;
 
-// Absent for what is no RPC.
-std::optional<Rpc> RpcOf(const Event& event);
-const char* NameOf(Rpc rpc);
-const char* NameOf(Fault fault);
+// The RPC's call; absent for what is no RPC.
+std::optional<Op> RpcOf(const Event& event);
 // Why such a call cannot meet the fault; null if it can.
-const char* WhyImpossible(Rpc rpc, Fault fault);
+const char* WhyImpossible(Op rpc, Fault fault);
 
 // How often each call met each fault.
 class FaultTable {
  public:
-  void Count(Rpc rpc, Fault fault) { ++counts_[static_cast<size_t>(rpc)][static_cast<size_t>(fault)]; }
+  void CountIfPossible(const Event& event, Fault fault);
   // What an event, and the answer to it, show of their faults.
   void Count(const Event& event, const Reply& reply);
   void Add(const FaultTable& other);
-  int64_t count(Rpc rpc, Fault fault) const { return counts_[static_cast<size_t>(rpc)][static_cast<size_t>(fault)]; }
-  // The least count of a pair that is possible.
-  int64_t least() const;
   // A line for each pair that is possible and has fewer than `wanted`, and for each that is impossible and was counted.
   std::string Problems(int64_t wanted) const;
   // A table with a line for each call, `-` for what is impossible, and below it why that is so.
   std::string ToString() const;
 
  private:
-  std::array<std::array<int64_t, kFaultCount>, kRpcCount> counts_{};
+  int64_t CountOf(Op rpc, Fault fault) const;
+
+  std::map<std::pair<Op, Fault>, int64_t> counts_;
 };
 
 }  // namespace headwater::history

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "events.h"
-#include "source.h"
 #include "tests/unit/server/history/model/model.h"
 
 namespace headwater::history {

@@ -35,16 +35,6 @@ Job::End Job::EndOf(int64_t at) const {
   return draw < 4 ? End::kSealAndApply : End::kApply;
 }
 
-Event Job::OnStep(Op op, int64_t at) const {
-  Event event;
-  event.kind = "trainer";
-  event.op = op;
-  event.targets = {Target()};
-  event.targets[0].head = head_;
-  event.targets[0].step = at;
-  return event;
-}
-
 Event Job::Compute(int64_t at, int64_t micro_batch) const {
   const Kind kind = KindOf(at, micro_batch);
   const uint64_t draw = Draw(at, micro_batch + 10);

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -15,6 +16,17 @@
 #include "events.h"
 
 namespace headwater::history {
+
+// A trainer's call on a head.
+inline Event TrainerEvent(Op op, int head, std::optional<int64_t> step = std::nullopt) {
+  Event event;
+  event.kind = "trainer";
+  event.op = op;
+  Target& target = event.targets.emplace_back();
+  target.head = head;
+  target.step = step;
+  return event;
+}
 
 class Job {
  public:
@@ -63,7 +75,7 @@ class Job {
 
  private:
   uint64_t Draw(int64_t at, int64_t what) const;
-  Event OnStep(Op op, int64_t at) const;
+  Event OnStep(Op op, int64_t at) const { return TrainerEvent(op, head_, at); }
 
   const uint64_t seed_;
   const int head_;

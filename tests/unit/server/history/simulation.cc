@@ -13,25 +13,25 @@ constexpr int kMaxActions = 1000;  // between two events
 // An engine's call in an RPC, and how it can fail: for good, or because a shard is not ready, or either.
 enum class Failures { kForGood, kForNow, kEither };
 struct EngineCall {
-  Rpc rpc;
+  Op rpc;
   const char* name;
   Failures failures;
 };
-constexpr EngineCall kEngineCalls[] = {{Rpc::kComputeLoss, "Compute", Failures::kEither},
-                                       {Rpc::kCommitMicroBatch, "Commit", Failures::kEither},
-                                       {Rpc::kAddGradient, "AddToGradient", Failures::kEither},
-                                       {Rpc::kSealStep, "ComputeGradientStats", Failures::kForNow},
-                                       {Rpc::kApplyOptimizerStep, "ApplyOptimizer", Failures::kEither},
-                                       {Rpc::kDiscardGradient, "ZeroGradient", Failures::kForGood},
-                                       {Rpc::kUploadWeights, "WriteTensor", Failures::kForGood},
-                                       {Rpc::kUploadNewWeights, "WriteTensor", Failures::kForGood},
-                                       {Rpc::kDownloadWeights, "ReadTensor", Failures::kForNow},
-                                       {Rpc::kDownloadGradient, "ReadTensor", Failures::kForNow},
-                                       {Rpc::kGetGradientNorm, "ComputeGradientStats", Failures::kForNow},
-                                       {Rpc::kCreateHead, "CreateHead", Failures::kForNow},
-                                       {Rpc::kTakeHead, "ZeroGradient", Failures::kEither},
-                                       {Rpc::kSaveCheckpoint, "ReadTensor", Failures::kForNow},
-                                       {Rpc::kRestoreCheckpoint, "WriteTensor", Failures::kForGood}};
+constexpr EngineCall kEngineCalls[] = {{Op::kCall, "Compute", Failures::kEither},
+                                       {Op::kCommit, "Commit", Failures::kEither},
+                                       {Op::kAddGradient, "AddToGradient", Failures::kEither},
+                                       {Op::kSeal, "ComputeGradientStats", Failures::kForNow},
+                                       {Op::kApply, "ApplyOptimizer", Failures::kEither},
+                                       {Op::kDiscardGradient, "ZeroGradient", Failures::kForGood},
+                                       {Op::kSetTensors, "WriteTensor", Failures::kForGood},
+                                       {Op::kReplace, "WriteTensor", Failures::kForGood},
+                                       {Op::kReadWeights, "ReadTensor", Failures::kForNow},
+                                       {Op::kReadGradient, "ReadTensor", Failures::kForNow},
+                                       {Op::kGradientNorm, "ComputeGradientStats", Failures::kForNow},
+                                       {Op::kCreate, "CreateHead", Failures::kForNow},
+                                       {Op::kTake, "ZeroGradient", Failures::kEither},
+                                       {Op::kSave, "ReadTensor", Failures::kForNow},
+                                       {Op::kRestore, "WriteTensor", Failures::kForGood}};
 
 }  // namespace
 
@@ -41,17 +41,9 @@ Simulation::Simulation(uint64_t seed, FaultTable& faults)
   constexpr int kHeads[2][3] = {{0, 1, 5}, {2, 4, 2}};
   const int job_count = 1 + Pick(2);
   for (int number = 0; number < job_count; ++number) {
-    jobs_.push_back(std::make_unique<Job>(random_(), kHeads[number][Pick(3)], 1 + Pick(2), payloads_));
-    for (int rank = 0; rank < jobs_.back()->trainers(); ++rank) {
-      trainers_.push_back(std::make_unique<Trainer>(rank, *jobs_.back(), random_()));
-    }
+    Job& job = jobs_.emplace_back(random_(), kHeads[number][Pick(3)], 1 + Pick(2), payloads_);
+    for (int rank = 0; rank < job.trainers(); ++rank) trainers_.emplace_back(rank, job, random_());
   }
-  attempts_.resize(trainers_.size());
-}
-
-bool Simulation::IsAwaited(const Message& message) const {
-  const size_t trainer = static_cast<size_t>(message.trainer);
-  return trainers_[trainer]->is_calling() && attempts_[trainer] == message.call;
 }
 
 bool Simulation::OvertakesAnother(const Message& message) const {
@@ -60,17 +52,10 @@ bool Simulation::OvertakesAnother(const Message& message) const {
   });
 }
 
-void Simulation::Count(const Message& message, Fault fault) {
-  const std::optional<Rpc> rpc = RpcOf(message.request);
-  if (rpc.has_value() && WhyImpossible(*rpc, fault) == nullptr) faults_.Count(*rpc, fault);
-}
-
-void Simulation::Fail(int trainer, const std::string& reason) { trainers_[static_cast<size_t>(trainer)]->Failed(reason); }
-
 void Simulation::DeliverAnswer(const Message& message) {
   if (!IsAwaited(message)) return Count(message, Fault::kAnswerDelayed);
   if (OvertakesAnother(message)) Count(message, Fault::kAnswerReordered);
-  Trainer& trainer = *trainers_[static_cast<size_t>(message.trainer)];
+  Trainer& trainer = *message.trainer;
   message.answer.reason == "OK" ? trainer.Succeeded(message.answer, life_) : trainer.Failed(message.answer.reason);
 }
 
@@ -87,13 +72,13 @@ void Simulation::BreakConnections() {
     }
   }
   wire_ = std::move(stragglers);
-  for (size_t trainer = 0; trainer < trainers_.size(); ++trainer) Fail(static_cast<int>(trainer), "");
+  for (Trainer& trainer : trainers_) trainer.Failed("");
   ++life_;
   open_.clear();
 }
 
 void Simulation::Befall(Event& event) {
-  const Rpc rpc = *RpcOf(event);
+  const Op rpc = *RpcOf(event);
   const int draw = Pick(300);
   if (draw < 4) {
     event.crash_at = OneIn(4) ? 1 : 2 + Pick(OneIn(2) ? 2 : 60);
@@ -105,11 +90,11 @@ void Simulation::Befall(Event& event) {
       const bool for_good = call.failures == Failures::kForGood || (call.failures == Failures::kEither && OneIn(3));
       event.failure = for_good ? ErrorReason::kEngineFailed : ErrorReason::kShardNotReady;
     }
-  } else if (draw < 14 && rpc == Rpc::kComputeLoss) {
+  } else if (draw < 14 && rpc == Op::kCall) {
     event.flow = OneIn(2) ? Flow::kBreaks : Flow::kStalls;
-  } else if (draw < 17 && rpc == Rpc::kComputeLoss && event.session != kNoSession) {
+  } else if (draw < 17 && rpc == Op::kCall && event.session != kNoSession) {
     event.meanwhile = Meanwhile::kLeasePasses;
-  } else if (draw < 20 && rpc == Rpc::kAddGradient) {
+  } else if (draw < 20 && rpc == Op::kAddGradient) {
     event.cancel = Cancel::kBefore;
   }
 }
@@ -118,7 +103,6 @@ void Simulation::Befall(Event& event) {
 bool Simulation::ActOn(size_t index) {
   Message message = wire_[index];
   const auto take = [this, index] { wire_.erase(wire_.begin() + static_cast<std::ptrdiff_t>(index)); };
-  const std::optional<Rpc> rpc = RpcOf(message.request);
   const int draw = Pick(100);
   if (draw < 3) {  // lost, with its connection
     take();
@@ -126,18 +110,18 @@ bool Simulation::ActOn(size_t index) {
     const Fault dropped = message.is_answer ? Fault::kAnswerDropped : Fault::kRequestDropped;
     const Fault cut = message.is_answer ? Fault::kAnswerCut : Fault::kRequestCut;
     // A stream that is cut while an upload comes never reaches the head; nor does a part of a download help its client.
-    Count(message, rpc.has_value() && WhyImpossible(*rpc, cut) == nullptr && OneIn(2) ? cut : dropped);
-    if (IsAwaited(message)) Fail(message.trainer, "");
+    Count(message, WhyImpossible(*RpcOf(message.request), cut) == nullptr && OneIn(2) ? cut : dropped);
+    if (IsAwaited(message)) message.trainer->Failed("");
     return false;
   }
   if (draw < 5 && !message.is_copy && IsAwaited(message)) {  // the client gives up, and the message goes on
     Count(message, Fault::kDeadline);
-    Fail(message.trainer, "DEADLINE");
+    message.trainer->Failed("DEADLINE");
     return false;
   }
   if (draw < 6 && !message.is_copy && IsAwaited(message)) {
     Count(message, Fault::kClientDies);
-    trainers_[static_cast<size_t>(message.trainer)]->Die();
+    message.trainer->Die();
     return false;
   }
   if (draw < 12) return false;  // it stays away a while longer
@@ -166,14 +150,10 @@ bool Simulation::ActOn(size_t index) {
 bool Simulation::Act() {
   const size_t choice = static_cast<size_t>(Pick(static_cast<int>(trainers_.size() + 2 * wire_.size())));
   if (choice >= trainers_.size()) return ActOn((choice - trainers_.size()) / 2);
-  std::optional<Event> call = trainers_[choice]->Next();
-  if (!call.has_value()) return false;
-  Message message;
-  message.trainer = static_cast<int>(choice);
-  message.call = ++attempts_[choice];
-  message.sent = ++sent_;
-  message.request = *std::move(call);
-  wire_.push_back(std::move(message));
+  Trainer& trainer = trainers_[choice];
+  if (std::optional<Event> call = trainer.Next(); call.has_value()) {
+    wire_.push_back({.trainer = &trainer, .call = ++attempts_[&trainer], .sent = ++sent_, .request = *std::move(call)});
+  }
   return false;
 }
 
@@ -213,13 +193,13 @@ Event Simulation::Next() {
 std::string Simulation::Check(const Event& event, const Reply& reply) {
   if (event.targets.empty() || reply.reason != "OK") return "";
   const Target& target = event.targets[0];
-  const auto job = std::find_if(jobs_.begin(), jobs_.end(), [&target](const auto& it) { return it->head() == target.head; });
+  const auto job = std::find_if(jobs_.begin(), jobs_.end(), [&target](const Job& it) { return it.head() == target.head; });
   if (event.op == Op::kGetHead || event.op == Op::kCreate || event.op == Op::kTake || event.op == Op::kRestore ||
       event.op == Op::kSetTensors) {
     life_of_.emplace(static_cast<int>(reply.numbers[0]), life_);
     // Weights that are set anew are those of the first step alone.
     const int64_t open_step = static_cast<int64_t>(reply.numbers[2]);
-    const bool knows = event.op != Op::kSetTensors || open_step == (*job)->first_step();
+    const bool knows = event.op != Op::kSetTensors || open_step == job->first_step();
     if (!knows) open_.erase(target.head);
     if (knows && event.op != Op::kGetHead && reply.numbers[1] == 'R') open_[target.head] = open_step;
   }
@@ -229,31 +209,28 @@ std::string Simulation::Check(const Event& event, const Reply& reply) {
     }
   }
   if (event.op == Op::kReadWeights && open_.contains(target.head)) {
-    const std::vector<float>& expected = (*job)->WeightsAt(open_.at(target.head));
-    const std::vector<double> numbers(expected.begin(), expected.end());
+    const std::vector<double> numbers = Numbers(job->WeightsAt(open_.at(target.head)));
     if (reply.numbers == numbers) return "";
     return absl::StrCat("  the weights are ", PrintNumbers(reply.numbers), ", the script's at step ", open_.at(target.head), " ",
                         PrintNumbers(numbers), "\n");
   }
   if (target.epoch == kNoEpoch || !target.step.has_value()) return "";
-  Job& script = **job;
   if (event.op == Op::kApply || event.op == Op::kDiscardGradient || event.op == Op::kReplace) {
     if (const auto open = open_.find(target.head); open != open_.end() && open->second == *target.step) ++open->second;
   }
   switch (event.op) {
     case Op::kCall:
-      return script.CheckAnswer(*target.step, event.micro_batch, reply.numbers);
+      return job->CheckAnswer(*target.step, event.micro_batch, reply.numbers);
     case Op::kApply:
     case Op::kSeal: {
       const size_t counts = event.op == Op::kApply ? 6 : 3;
-      const size_t expected = script.Committed(*target.step).size();
+      const size_t expected = job->Committed(*target.step).size();
       if (reply.numbers[counts] == static_cast<double>(expected)) return "";
       return absl::StrCat("  the step has ", reply.numbers[counts], " micro-batches, ", expected, " count\n");
     }
     case Op::kReadGradient: {
       // Complete once all trainers are ready: only then is it asked for.
-      const std::vector<float> expected = script.GradientOf(*target.step);
-      const std::vector<double> numbers(expected.begin(), expected.end());
+      const std::vector<double> numbers = Numbers(job->GradientOf(*target.step));
       if (reply.numbers == numbers) return "";
       return absl::StrCat("  the gradient is ", PrintNumbers(reply.numbers), ", the script's ", PrintNumbers(numbers), "\n");
     }
@@ -276,7 +253,7 @@ std::string Simulation::Answered(const Event& event, const Reply& reply) {
     answer.answer = reply;
     wire_.push_back(std::move(answer));
   }
-  for (const std::unique_ptr<Trainer>& trainer : trainers_) problem += trainer->TakeProblem();
+  for (Trainer& trainer : trainers_) problem += trainer.TakeProblem();
   return problem;
 }
 

@@ -8,6 +8,7 @@
 #define HEADWATER_TESTS_UNIT_SERVER_HISTORY_SIMULATION_H_
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <random>
@@ -17,7 +18,6 @@
 #include "events.h"
 #include "faults.h"
 #include "job.h"
-#include "source.h"
 #include "trainer.h"
 
 namespace headwater::history {
@@ -32,27 +32,27 @@ class Simulation : public Source {
 
  private:
   struct Message {
-    int trainer = 0;
+    Trainer* trainer = nullptr;
     int64_t call = 0;  // the attempt that it belongs to
     int64_t sent = 0;
     bool is_copy = false;
     bool is_answer = false;
-    Event request;
-    Reply answer;
+    Event request = {};
+    Reply answer = {};
   };
 
   int Pick(int count) { return static_cast<int>(random_() % static_cast<uint64_t>(count)); }
   bool OneIn(int count) { return Pick(count) == 0; }
   // The trainer still waits for this attempt.
-  bool IsAwaited(const Message& message) const;
+  bool IsAwaited(const Message& message) const {
+    return message.trainer->is_calling() && attempts_.at(message.trainer) == message.call;
+  }
   bool OvertakesAnother(const Message& message) const;
-  void Count(const Message& message, Fault fault);
+  void Count(const Message& message, Fault fault) { faults_.CountIfPossible(message.request, fault); }
   // A trainer sends, an answer arrives, or something befalls a message. True if a request came to the server: it is `current_`.
   bool Act();
   bool ActOn(size_t index);
   void DeliverAnswer(const Message& message);
-  // The trainer's attempt ends, whatever still comes of it.
-  void Fail(int trainer, const std::string& reason);
   void BreakConnections();
   // What befalls the server while the request is carried out.
   void Befall(Event& event);
@@ -62,9 +62,9 @@ class Simulation : public Source {
   std::mt19937_64 random_;
   FaultTable& faults_;
   const std::vector<Payload> payloads_;
-  std::vector<std::unique_ptr<Job>> jobs_;
-  std::vector<std::unique_ptr<Trainer>> trainers_;
-  std::vector<int64_t> attempts_;  // each trainer's
+  std::deque<Job> jobs_;
+  std::deque<Trainer> trainers_;
+  std::map<const Trainer*, int64_t> attempts_;
   std::vector<Message> wire_;
   int64_t sent_ = 0;
   std::unique_ptr<Message> current_;

@@ -1,5 +1,7 @@
 #include "trainer.h"
 
+#include <algorithm>
+#include <initializer_list>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,7 +15,9 @@ constexpr int64_t kLogBytes[] = {1 << 20, 1 << 20, 250};  // the last is too sma
 // Two of them in turn.
 std::string NameOfCheckpoint(int64_t step) { return absl::StrCat("s", step % 2); }
 
-bool IsLost(const std::string& reason) { return reason == "STEP_LOST" || reason == "EPOCH_FENCED"; }
+bool IsOneOf(const std::string& reason, std::initializer_list<const char*> reasons) {
+  return std::find(reasons.begin(), reasons.end(), reason) != reasons.end();
+}
 
 }  // namespace
 
@@ -42,17 +46,14 @@ void Trainer::StartRound() {
 
 // ---- choosing the next call ------------------------------------------------------------------------------------------
 
-Event Trainer::OnHead(Op op) const {
-  Event event;
-  event.kind = "trainer";
-  event.op = op;
-  event.targets = {Target()};
-  event.targets[0].head = job_.head();
+Event Trainer::WithEpoch(Event event) const {
+  for (Target& target : event.targets) target.epoch = epoch_;
   return event;
 }
 
-Event Trainer::WithEpoch(Event event) const {
-  for (Target& target : event.targets) target.epoch = epoch_;
+Event Trainer::Delete() const {
+  Event event = WithEpoch(OnHead(Op::kDelete));
+  event.force = true;
   return event;
 }
 
@@ -81,13 +82,9 @@ std::optional<Event> Trainer::ChooseFind() const {
 
 // The newest checkpoint, or else a new head.
 Event Trainer::ChooseRepair() const {
-  if (!job_.saved.empty()) {
-    Event event = WithEpoch(OnHead(Op::kRestore));
-    event.checkpoint = NameOfCheckpoint(*job_.saved.rbegin());
-    return event;
-  }
-  Event event = WithEpoch(OnHead(Op::kDelete));
-  event.force = true;
+  if (job_.saved.empty()) return Delete();
+  Event event = WithEpoch(OnHead(Op::kRestore));
+  event.checkpoint = NameOfCheckpoint(*job_.saved.rbegin());
   return event;
 }
 
@@ -100,11 +97,8 @@ std::optional<Event> Trainer::ChooseExtra() {
       return WithEpoch(OnHead(Op::kGetSteps));
     case 2:
       return WithEpoch(OnHead(Op::kReadWeights));
-    case 3: {
-      Event event = WithEpoch(OnHead(Op::kGradientNorm));
-      event.targets[0].step = step_;
-      return event;
-    }
+    case 3:
+      return OnStep(Op::kGradientNorm);
     case 4:
     case 5:
     case 6:
@@ -132,11 +126,7 @@ std::optional<Event> Trainer::ChooseExtra() {
       return ChooseRepair();
     case 9:
       if (rank_ != 0 || Pick(3) > 0) return std::nullopt;
-      {
-        Event event = WithEpoch(OnHead(Op::kDelete));
-        event.force = true;
-        return event;
-      }
+      return Delete();
     default:
       return std::nullopt;
   }
@@ -146,11 +136,7 @@ std::optional<Event> Trainer::ChooseClose() {
   if (rank_ != 0 || static_cast<int>(job_.ready.size()) < job_.trainers()) return std::nullopt;
   const Job::End end = job_.EndOf(step_);
   if ((end == Job::End::kSealAndApply || end == Job::End::kReplace) && !sealed_) return WithEpoch(job_.Seal(step_));
-  if (sealed_ && Pick(2) == 0) {
-    Event event = WithEpoch(OnHead(Pick(3) == 0 ? Op::kGradientNorm : Op::kReadGradient));
-    event.targets[0].step = step_;
-    return event;
-  }
+  if (sealed_ && Pick(2) == 0) return OnStep(Pick(3) == 0 ? Op::kGradientNorm : Op::kReadGradient);
   return WithEpoch(job_.Close(step_, sealed_));
 }
 
@@ -199,7 +185,7 @@ std::optional<Event> Trainer::Next() {
     call_ = Choose();
     if (!call_.has_value()) return std::nullopt;
     is_replay_ = !replays_.empty() && found_ == 'R' && epoch_ != kNoEpoch;
-    rules_ = std::make_unique<RetryRules>(IsSafe(*call_));
+    retries_.emplace(RetriesOf(IsSafe(*call_)));
     attempt_count_ = session_losses_ = 0;
   }
   if (NeedsSession(*call_)) {
@@ -229,7 +215,7 @@ void Trainer::Failed(const std::string& reason) {
     session_ = kNoSession;
     return;
   }
-  if (round_ == job_.round && reason != "DEADLINE" && rules_->RepeatsAfter(reason)) return;
+  if (round_ == job_.round && reason != "DEADLINE" && retries_->AfterFailure(ToStatus(reason)).has_value()) return;
   const Event call = *std::exchange(call_, std::nullopt);
   if (round_ != job_.round) return;
   if (call.op == Op::kCall) Current(call).attempt = attempt.attempt;
@@ -242,15 +228,10 @@ void Trainer::GiveUp(const Event& call, const std::string& reason) {
     session_ = kNoSession;
     return;
   }
-  if (IsLost(reason) || reason == "HEAD_NOT_FOUND" || reason == "WEIGHTS_NOT_LOADED" || reason == "STEP_MISMATCH" ||
-      reason == "STEP_CONFLICT") {
+  if (found_ != 'R' ||
+      IsOneOf(reason, {"STEP_LOST", "EPOCH_FENCED", "HEAD_NOT_FOUND", "WEIGHTS_NOT_LOADED", "STEP_MISMATCH", "STEP_CONFLICT"})) {
     epoch_ = kNoEpoch;
     found_ = reason == "HEAD_NOT_FOUND" ? '-' : ' ';
-    return;
-  }
-  if (found_ != 'R') {
-    epoch_ = kNoEpoch;
-    found_ = ' ';
     return;
   }
   if (is_replay_ && !reason.empty() && reason != "DEADLINE") {
@@ -267,8 +248,7 @@ void Trainer::GiveUp(const Event& call, const std::string& reason) {
     return;
   }
   // A decision that came too late, or an attempt that another one of a life before has overtaken: its rows once more.
-  if (reason == "MICRO_BATCH_DISCARDED" || reason == "MICRO_BATCH_NOT_FOUND" || reason == "NOT_SESSION_OWNER" ||
-      reason == "ATTEMPT_SUPERSEDED") {
+  if (IsOneOf(reason, {"MICRO_BATCH_DISCARDED", "MICRO_BATCH_NOT_FOUND", "NOT_SESSION_OWNER", "ATTEMPT_SUPERSEDED"})) {
     Current(call).state = State::kNew;
     ++Current(call).attempt;
   } else if (call.op == Op::kCall) {

@@ -38,7 +38,6 @@ class Trainer {
 
   // What was wrong with an answer; empty if nothing was.
   std::string TakeProblem() { return std::exchange(problem_, ""); }
-  Job& job() { return job_; }
 
  private:
   enum class State { kNew, kStaged, kDone };
@@ -53,8 +52,10 @@ class Trainer {
   std::optional<Event> ChooseExtra();
   Event ChooseRepair() const;
   std::optional<Event> ChooseClose();
-  Event OnHead(Op op) const;
+  Event OnHead(Op op) const { return TrainerEvent(op, job_.head()); }
   Event WithEpoch(Event event) const;
+  Event OnStep(Op op) const { return WithEpoch(TrainerEvent(op, job_.head(), step_)); }
+  Event Delete() const;
   static bool NeedsSession(const Event& event);
   static bool IsSafe(const Event& event);
   void StartRound();
@@ -81,7 +82,7 @@ class Trainer {
   // The call under way, and its attempt.
   std::optional<Event> call_;
   std::optional<Event> attempt_;
-  std::unique_ptr<RetryRules> rules_;
+  std::optional<RetryState> retries_;
   int attempt_count_ = 0;
   int session_losses_ = 0;
   bool is_replay_ = false;

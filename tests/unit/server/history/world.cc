@@ -7,9 +7,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "flowing_rows.h"
+#include "headwater/kernels/error.h"
 #include "server/heads/steps/submit.h"
 #include "server/model_files/xxh3.h"
+#include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::history {
 
@@ -23,76 +24,32 @@ struct World::CallMemory {
   std::vector<std::vector<float>> lse;
 };
 
-// The process can end before and after each change.
-struct World::Files : headwater::testing::MemoryFileSystem {
+// Remembers the heads, so that their numbers can be seen.
+class World::Engine : public testing::FakeEngine {
  public:
-  Files(const WorldBugs& bugs, AwaitPoints& await_points) : bugs_(bugs), await_points_(await_points) {}
+  using FakeEngine::FakeEngine;
 
-  template <typename Change>
-  auto Do(const Change& change) {
-    await_points_.Pass();
-    auto result = change();
-    await_points_.Pass();
-    return result;
+  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override {
+    absl::StatusOr<std::unique_ptr<EngineHead>> head = FakeEngine::DoCreateHead(spec);
+    if (head.ok()) heads[static_cast<int>(spec.transform.logit_scale) - 1] = static_cast<const testing::FakeHead*>(head->get());
+    return head;
   }
 
-  absl::Status CreateDirectory(const std::string& path) override {
-    return Do([&] { return MemoryFileSystem::CreateDirectory(path); });
-  }
-  absl::Status SyncDirectory(const std::string& path) override {
-    return Do([&] { return bugs_.never_syncs ? absl::OkStatus() : MemoryFileSystem::SyncDirectory(path); });
-  }
-  absl::StatusOr<std::unique_ptr<checkpoint::WritableFile>> CreateFile(const std::string& path) override {
-    auto file = Do([&] { return MemoryFileSystem::CreateFile(path); });
-    if (!file.ok()) return file;
-    return std::make_unique<File>(*this, *std::move(file));
-  }
-  absl::Status Rename(const std::string& from, const std::string& to) override {
-    return Do([&] { return MemoryFileSystem::Rename(from, to); });
-  }
-  absl::Status Exchange(const std::string& a, const std::string& b) override {
-    return Do([&] { return bugs_.keeps_older_checkpoint ? absl::OkStatus() : MemoryFileSystem::Exchange(a, b); });
-  }
-  absl::Status RemoveTree(const std::string& path) override {
-    return Do([&] { return MemoryFileSystem::RemoveTree(path); });
-  }
-
- private:
-  class File : public checkpoint::WritableFile {
-   public:
-    File(Files& files, std::unique_ptr<checkpoint::WritableFile> file) : files_(files), file_(std::move(file)) {}
-    absl::Status Append(const void* data, int64_t byte_count) override {
-      return files_.Do([&] { return file_->Append(data, byte_count); });
-    }
-    absl::Status SyncAndClose() override {
-      return files_.Do([&] { return file_->SyncAndClose(); });
-    }
-
-   private:
-    Files& files_;
-    const std::unique_ptr<checkpoint::WritableFile> file_;
-  };
-
-  const WorldBugs bugs_;
-  AwaitPoints& await_points_;
+  std::map<int, const testing::FakeHead*> heads;  // the newest of each name
 };
 
 namespace {
 
 constexpr char kRoot[] = "checkpoints";
 
-absl::Status ToStatus(const absl::Status& status) { return status; }
-template <typename T>
-absl::Status ToStatus(const absl::StatusOr<T>& result) {
-  return result.status();
-}
-
-// The reply of a call that went wrong, or of one that went well and said nothing.
-template <typename T>
-Reply ToReply(const T& result, std::vector<double> numbers = {}) {
-  const absl::Status status = ToStatus(result);
-  if (!status.ok()) return {ErrorReasonName(GetErrorReason(status)), {}};
+Reply ToReply(const absl::Status& status, std::vector<double> numbers = {}) {
+  if (!status.ok()) return {ErrorReasonName(GetErrorReason(status))};
   return {"OK", std::move(numbers)};
+}
+// `say` tells the numbers of what went well.
+template <typename T, typename Say>
+Reply ToReply(const absl::StatusOr<T>& result, const Say& say) {
+  return result.ok() ? Reply{"OK", say(*result)} : ToReply(result.status());
 }
 
 Digest ToDigest(uint64_t content) {
@@ -121,11 +78,15 @@ char StateOf(const HeadInfo& info) {
   return '?';
 }
 
-void AddTotals(std::vector<double>& numbers, const heads::StepTotals& totals) {
-  for (const int64_t count : {totals.micro_batch_count, totals.valid_token_count}) numbers.push_back(static_cast<double>(count));
-  for (const double sum : {totals.loss_sum, totals.token_weight_sum, static_cast<double>(totals.non_finite_row_count)}) {
-    numbers.push_back(sum);
-  }
+std::vector<double> TotalsOf(const heads::StepTotals& totals) {
+  return Numbers(totals.micro_batch_count, totals.valid_token_count, totals.loss_sum, totals.token_weight_sum,
+                 totals.non_finite_row_count);
+}
+
+uint64_t ContentOf(const Digest& digest) {
+  uint64_t content = 0;
+  std::memcpy(&content, digest.data(), sizeof(content));
+  return content;
 }
 
 }  // namespace
@@ -133,15 +94,24 @@ void AddTotals(std::vector<double>& numbers, const heads::StepTotals& totals) {
 // ---- the process -----------------------------------------------------------------------------------------------------
 
 World::World(const std::vector<Payload>& payloads, int shard_count, const WorldBugs& bugs)
-    : payloads_(payloads), shard_count_(shard_count), bugs_(bugs), files_(std::make_unique<Files>(bugs, await_points_)) {
+    : payloads_(payloads), shard_count_(shard_count), bugs_(bugs) {
+  // The process can end before and after each change.
+  files_.OnEachChange([this] { await_points_.Pass(); });
+  if (bugs.never_syncs) files_.LeaveOut("syncdir");
+  if (bugs.keeps_older_checkpoint) files_.LeaveOut("exchange");
   Start();
 }
 
 World::~World() { Stop(); }
 
 void World::Start() {
-  engine_ = std::make_unique<HistoryEngine>(shard_count_, bugs_.engine);
-  engine_->control().on_call = engine_->control().on_done = [this] { await_points_.Pass(); };
+  engine_ = std::make_unique<Engine>(shard_count_);
+  testing::FakeControl& control = engine_->control();
+  control.bug = bugs_.engine;
+  control.on_call = control.on_done = [this] { await_points_.Pass(); };
+  control.during_compute = [this] {
+    if (const std::function<void()> work = std::exchange(during_compute_, nullptr); work != nullptr) work();
+  };
   const heads::RegistryLimits limits = {
       .max_heads = kMaxHeads, .max_heads_per_tenant = kMaxHeadsPerTenant, .max_tenant_memory_bytes = kMaxTenantMemoryBytes};
   const heads::HeadLimits head_limits = {.max_step_micro_batches = kMaxStepRecords};
@@ -150,7 +120,7 @@ void World::Start() {
   sessions_ = std::make_unique<heads::SessionRegistry>(
       session_limits, [this](const heads::SessionId& session, auto&&...) { return OnSessionEnd(session); },
       [this] { return bugs_.session_clock_stands ? absl::UnixEpoch() : Now(); });
-  store_ = *checkpoint::CheckpointStore::Open(kRoot, *files_);
+  store_ = *checkpoint::CheckpointStore::Open(kRoot, files_);
 }
 
 void World::Stop() {
@@ -207,12 +177,12 @@ int World::IndexOf(const heads::HeadName& name) {
 
 Reply World::Run(const Event& event) {
   FailCallOf(event);
-  if (event.disk_full) files_->set_capacity_bytes(files_->stored_bytes() + event.disk_left);
+  if (event.disk_full) disk_.set_capacity_bytes(disk_.stored_bytes() + event.disk_left);
   if (event.crash_at > 0) return CrashIn(event);
   Reply reply = Dispatch(event);
-  files_->set_capacity_bytes(INT64_MAX);
+  disk_.set_capacity_bytes(INT64_MAX);
   engine_->control().ClearFailures();
-  engine_->during_compute = nullptr;
+  during_compute_ = nullptr;
   reply.beside = std::exchange(beside_, {});
   return reply;
 }
@@ -233,8 +203,6 @@ Reply World::Dispatch(const Event& event) {
     case Op::kCommit:
     case Op::kDiscard:
       return Decide(event);
-    case Op::kAddGradient:
-      return AddGradient(event);
     case Op::kDamage:
       Damage(event);
       return {};
@@ -244,29 +212,27 @@ Reply World::Dispatch(const Event& event) {
       return Delete(event);
     case Op::kExpireIdle:
       return ExpireIdle(event);
-    case Op::kOpenSession: {
-      auto grant = sessions_->Open("history", absl::Seconds(event.seconds + 0.5));
-      if (!grant.ok()) return ToReply(grant);
-      session_ids_.push_back(grant->id);
-      return {"OK", {absl::ToDoubleSeconds(grant->lease), static_cast<double>(session_ids_.size() - 1)}};
-    }
-    case Op::kRenewSession: {
-      auto lease = sessions_->Renew(*SessionOf(event.session));
-      return ToReply(lease, {lease.ok() ? absl::ToDoubleSeconds(*lease) : 0});
-    }
+    case Op::kOpenSession:
+      return ToReply(sessions_->Open("history", absl::Seconds(event.seconds + 0.5)), [this](const auto& grant) {
+        session_ids_.push_back(grant.id);
+        return Numbers(absl::ToDoubleSeconds(grant.lease), session_ids_.size() - 1);
+      });
+    case Op::kRenewSession:
+      return ToReply(sessions_->Renew(*SessionOf(event.session)),
+                     [](absl::Duration it) { return Numbers(absl::ToDoubleSeconds(it)); });
     case Op::kCloseSession:
-      return {"OK", {sessions_->Close(*SessionOf(event.session)) ? 1.0 : 0.0}};
+      return {"OK", Numbers(sessions_->Close(*SessionOf(event.session)))};
     case Op::kAdvance:
       now_ += event.seconds;
       return {};
     case Op::kExpireSessions:
       now_ += event.seconds;
-      return {"OK", {static_cast<double>(sessions_->Expire().size())}};
+      return {"OK", Numbers(sessions_->Expire().size())};
     case Op::kRestart:
       return Restart();
     default: {
       absl::StatusOr<HeadPointer> head = Find(event, event.targets[0].head);
-      if (!head.ok()) return ToReply(head);
+      if (!head.ok()) return ToReply(head.status());
       if (*head == nullptr) return {};
       return OnHead(event, *head);
     }
@@ -298,7 +264,7 @@ absl::StatusOr<heads::SessionRegistry::Use> World::UseSession(int session) {
 
 Reply World::Call(const Event& event) {
   absl::StatusOr<heads::SessionRegistry::Use> use = UseSession(event.session);
-  if (!use.ok()) return ToReply(use);
+  if (!use.ok()) return ToReply(use.status());
   const auto memory = std::make_shared<CallMemory>();
   memory->payload = payloads_[static_cast<size_t>(event.payload)];
   const Payload& payload = memory->payload;
@@ -308,7 +274,7 @@ Reply World::Call(const Event& event) {
   for (const Target& target : event.targets) {
     heads::SubmittedTerm& term = submission.terms.emplace_back();
     absl::StatusOr<HeadPointer> head = Find(event, target.head);
-    if (!head.ok()) return ToReply(head);
+    if (!head.ok()) return ToReply(head.status());
     if (*head == nullptr) return {};
     term.head = *head;
     if (target.epoch != kNoEpoch) term.head_epoch = EpochOf(target);
@@ -323,7 +289,7 @@ Reply World::Call(const Event& event) {
     term.term.lse = memory->lse.emplace_back(count).data();
     if (target.teacher < 0) continue;
     absl::StatusOr<HeadPointer> teacher = Find(event, target.teacher);
-    if (!teacher.ok()) return ToReply(teacher);
+    if (!teacher.ok()) return ToReply(teacher.status());
     term.teacher_head = *teacher;
     term.term.loss = JsdSpec();
     if (target.teacher_epoch != kNoEpoch) term.teacher_head_epoch = EpochOf(target.teacher_epoch);
@@ -363,7 +329,7 @@ Reply World::Call(const Event& event) {
   bool cancelled = event.cancel == Cancel::kBefore;
   bool in_progress = false;
   const bool is_beside = std::exchange(computing_, true);
-  engine_->during_compute = [&] {
+  during_compute_ = [&] {
     if (event.cancel == Cancel::kWhileComputing) cancelled = true;
     DoMeanwhile(event, submission, &in_progress);
   };
@@ -371,43 +337,47 @@ Reply World::Call(const Event& event) {
     await_points_.Pass();
     return cancelled;
   };
-  FlowingRows rows(event, payload.row_count, ToDigest(ContentOf(event)), await_points_, &cancelled);
+  // The rows that come while they are computed, and what becomes of the call when it waits for all of them.
+  testing::TestRows rows(submission.digest);
+  absl::Status broken;
+  if (event.flow == Flow::kBreaks) broken = MakeError(ErrorReason::kStripeLost, "by order of the history");
+  if (event.flow == Flow::kRefused) broken = MakeError(ErrorReason::kProtocolViolation, "by order of the history");
+  rows.on_await = [&](int64_t row_end) {
+    await_points_.Pass();
+    if (row_end < payload.row_count) return absl::OkStatus();
+    rows.is_stalled = event.flow == Flow::kStalls;
+    if (rows.is_stalled) return MakeError(ErrorReason::kCancelled, "the rows stay away");
+    return event.flow == Flow::kBreaks ? broken : absl::OkStatus();
+  };
+  rows.on_finish = [&] {
+    await_points_.Pass();
+    if (event.flow == Flow::kRefused) return broken;
+    if (event.cancel == Cancel::kAtDecision) cancelled = true;
+    return absl::OkStatus();
+  };
   if (event.flow != Flow::kComplete) submission.incoming = &rows;
   absl::StatusOr<heads::SubmissionOutcome> outcome = heads::Submit(submission, *engine_, is_cancelled);
   if (outcome.ok() && outcome->needs_all_rows) {
     submission.incoming = nullptr;
-    if (absl::Status status = rows.Error(); status.ok()) {
-      outcome = heads::Submit(submission, *engine_, is_cancelled);
-    } else {
-      outcome = status;
-    }
+    outcome = broken.ok() ? heads::Submit(submission, *engine_, is_cancelled) : broken;
   }
   computing_ = is_beside;
   if (!is_beside) {
     for (const heads::SessionId& session : std::exchange(ended_meanwhile_, {})) registry_->DropSession(session);
   }
-  if (!outcome.ok()) return ToReply(outcome);
+  if (!outcome.ok()) return ToReply(outcome.status());
 
   Reply reply;
   for (size_t i = 0; i < outcome->terms.size(); ++i) {
     const LossSums& sums = outcome->terms[i];
-    for (const double value : {static_cast<double>(sums.valid_token_count), sums.loss_sum, sums.token_weight_sum,
-                               static_cast<double>(sums.non_finite_row_count), static_cast<double>(outcome->weight_versions[i]),
-                               static_cast<double>(outcome->teacher_weight_versions[i])}) {
-      reply.numbers.push_back(value);
-    }
+    AddNumbers(reply.numbers, sums.valid_token_count, sums.loss_sum, sums.token_weight_sum, sums.non_finite_row_count,
+               outcome->weight_versions[i], outcome->teacher_weight_versions[i]);
   }
-  for (const std::vector<float>& lse : memory->lse) reply.numbers.insert(reply.numbers.end(), lse.begin(), lse.end());
-  reply.numbers.insert(reply.numbers.end(), memory->grad_hidden.begin(), memory->grad_hidden.end());
-  for (const int value : {static_cast<int>(outcome->state), static_cast<int>(outcome->form), static_cast<int>(outcome->replayed),
-                          static_cast<int>(outcome->payload_differs)}) {
-    reply.numbers.push_back(value);
-  }
-  uint64_t content = 0;
-  std::memcpy(&content, outcome->digest.data(), sizeof(content));
-  reply.numbers.push_back(event.backward ? static_cast<double>(content >> 16) : 0);
+  for (const std::vector<float>& lse : memory->lse) AddNumbers(reply.numbers, lse);
+  AddNumbers(reply.numbers, memory->grad_hidden, static_cast<int>(outcome->state), static_cast<int>(outcome->form),
+             outcome->replayed, outcome->payload_differs, event.backward ? ContentOf(outcome->digest) >> 16 : 0);
   if (event.meanwhile == Meanwhile::kSameCall || event.meanwhile == Meanwhile::kDiscard || event.meanwhile == Meanwhile::kCommit) {
-    reply.numbers.push_back(in_progress);
+    AddNumbers(reply.numbers, in_progress);
   }
   return reply;
 }
@@ -457,17 +427,17 @@ void World::CallBeside(const Event& event) {
   std::thread thread([&] { reply = Call(event); });
   thread.join();
   engine_->control().ClearFailures();
-  engine_->during_compute = nullptr;
+  during_compute_ = nullptr;
   beside_.push_back(std::move(reply));
 }
 
 Reply World::Decide(const Event& event) {
   absl::StatusOr<heads::SessionRegistry::Use> use = UseSession(event.session);
-  if (!use.ok()) return ToReply(use);
+  if (!use.ok()) return ToReply(use.status());
   std::vector<heads::DecisionTarget> targets;
   for (const Target& target : event.targets) {
     absl::StatusOr<HeadPointer> head = Find(event, target.head);
-    if (!head.ok()) return ToReply(head);
+    if (!head.ok()) return ToReply(head.status());
     if (*head == nullptr) return {};
     targets.push_back({*head, KeyOf(target)});
   }
@@ -483,36 +453,30 @@ Reply World::Decide(const Event& event) {
         .token_factors = MakeTokenFactors(event.token_factors, payloads_[static_cast<size_t>(event.payload)].row_count)};
     done = heads::Commit(targets, event.micro_batch, event.attempt, arguments, SessionOf(event.session));
   }
-  return ToReply(done, {done.ok() && *done ? 1.0 : 0.0});
-}
-
-Reply World::AddGradient(const Event& event) {
-  const Target& target = event.targets[0];
-  absl::StatusOr<HeadPointer> head = Find(event, target.head);
-  if (!head.ok()) return ToReply(head);
-  if (*head == nullptr) return {};
-  if (absl::Status status = AwaitStep(event, *head, target); !status.ok()) return ToReply(status);
-  const heads::StepKey key = KeyOf(target);
-  absl::Status check = (*head)->CheckAddGradient(key, event.micro_batch, event.attempt, event.row_start, event.row_count);
-  if (!check.ok()) return ToReply(check);
-  const std::vector<float> rows = MakeNumbers(event.numbers, event.row_count * kWidth);
-  const heads::GradientPart part = {
-      .row_start = event.row_start, .row_count = event.row_count, .data = rows.data(), .factor = event.factor};
-  absl::StatusOr<bool> added = (*head)->AddGradient(key, event.micro_batch, event.attempt, ToDigest(ContentOf(event)), part,
-                                                    [&event] { return event.cancel == Cancel::kBefore; });
-  return ToReply(added, {added.ok() && *added ? 1.0 : 0.0});
+  return ToReply(done, [](bool it) { return Numbers(it); });
 }
 
 // ---- one head --------------------------------------------------------------------------------------------------------
 
+Reply World::AddGradient(const Event& event, const HeadPointer& head) {
+  const heads::StepKey key = KeyOf(event.targets[0]);
+  absl::Status check = head->CheckAddGradient(key, event.micro_batch, event.attempt, event.row_start, event.row_count);
+  if (!check.ok()) return ToReply(check);
+  const std::vector<float> rows = MakeNumbers(event.numbers, event.row_count * kWidth);
+  const heads::GradientPart part = {
+      .row_start = event.row_start, .row_count = event.row_count, .data = rows.data(), .factor = event.factor};
+  return ToReply(head->AddGradient(key, event.micro_batch, event.attempt, ToDigest(ContentOf(event)), part,
+                                   [&event] { return event.cancel == Cancel::kBefore; }),
+                 [](bool it) { return Numbers(it); });
+}
+
 std::vector<double> World::HeadNumbers(const Head& head) {
   const HeadInfo info = head.Describe();
-  return {static_cast<double>(NumberOf(info.epoch)), static_cast<double>(StateOf(info)),
-          static_cast<double>(info.open_step.value_or(-1)), static_cast<double>(info.weight_version)};
+  return Numbers(NumberOf(info.epoch), StateOf(info), info.open_step.value_or(-1), info.weight_version);
 }
 
 Reply World::AndHead(const absl::Status& status, const Head& head) {
-  return status.ok() ? Reply("OK", HeadNumbers(head)) : ToReply(status);
+  return ToReply(status, status.ok() ? HeadNumbers(head) : std::vector<double>());
 }
 
 Reply World::OnHead(const Event& event, const HeadPointer& head) {
@@ -523,46 +487,31 @@ Reply World::OnHead(const Event& event, const HeadPointer& head) {
     if (absl::Status status = AwaitStep(event, head, target); !status.ok()) return ToReply(status);
   }
   switch (event.op) {
-    case Op::kSeal: {
-      heads::WaitLimits wait;  // a deadline that has passed
-      auto sealed = head->Seal(key, *event.expected, wait);
-      if (!sealed.ok()) return ToReply(sealed);
-      Reply reply{"OK",
-                  {sealed->replayed ? 1.0 : 0.0, sealed->stats.norm_squared, static_cast<double>(sealed->stats.non_finite_count)}};
-      AddTotals(reply.numbers, sealed->totals);
-      return reply;
-    }
-    case Op::kApply: {
-      auto applied = head->Apply(key, event.expected, event.apply);
-      if (!applied.ok()) return ToReply(applied);
-      Reply reply{
-          "OK",
-          {applied->replayed ? 1.0 : 0.0, static_cast<double>(applied->open_step), static_cast<double>(applied->weight_version),
-           applied->global_grad_norm, applied->gradient_norm_squared, applied->clip_factor}};
-      AddTotals(reply.numbers, applied->totals);
-      reply.numbers.push_back(static_cast<double>(EngineHeadOf(target.head)->update_count()));
-      return reply;
-    }
-    case Op::kDiscardGradient: {
-      auto discarded = head->DiscardGradient(key);
-      if (!discarded.ok()) return ToReply(discarded);
-      return {"OK", {static_cast<double>(discarded->first), discarded->second ? 1.0 : 0.0}};
-    }
+    case Op::kAddGradient:
+      return AddGradient(event, head);
+    case Op::kSeal:  // with a deadline that has passed
+      return ToReply(head->Seal(key, *event.expected, heads::WaitLimits()), [](const auto& it) {
+        return Numbers(it.replayed, it.stats.norm_squared, it.stats.non_finite_count, TotalsOf(it.totals));
+      });
+    case Op::kApply:
+      return ToReply(head->Apply(key, event.expected, event.apply), [&](const auto& it) {
+        return Numbers(it.replayed, it.open_step, it.weight_version, it.global_grad_norm, it.gradient_norm_squared, it.clip_factor,
+                       TotalsOf(it.totals), EngineHeadOf(target.head).update_count());
+      });
+    case Op::kDiscardGradient:
+      return ToReply(head->DiscardGradient(key), [](const auto& it) { return Numbers(it.first, it.second); });
     case Op::kReplace:
       return Replace(event, head);
     case Op::kReadGradient: {
       std::vector<float> values(static_cast<size_t>(head->spec().vocab_size * kWidth));
       const absl::Status read =
           head->ReadGradient(key, HeadTensor::kGradWeight, 0, static_cast<int64_t>(values.size()), values.data());
-      return ToReply(read, {values.begin(), values.end()});
+      return ToReply(read, Numbers(values));
     }
-    case Op::kGradientNorm: {
-      auto stats = head->GradientNorm(key);
-      if (!stats.ok()) return ToReply(stats);
-      return {"OK", {stats->norm_squared, static_cast<double>(stats->non_finite_count)}};
-    }
+    case Op::kGradientNorm:
+      return ToReply(head->GradientNorm(key), [](const auto& it) { return Numbers(it.norm_squared, it.non_finite_count); });
     case Op::kGetSteps:
-      return ToReply(head->GetSteps(key.epoch));
+      return ToReply(head->GetSteps(key.epoch).status());
     case Op::kGetHead:
       return AndHead(absl::OkStatus(), *head);
     case Op::kCheckEpoch:
@@ -573,16 +522,18 @@ Reply World::OnHead(const Event& event, const HeadPointer& head) {
       std::vector<float> values(static_cast<size_t>(head->spec().vocab_size * kWidth));
       const absl::Status read =
           head->ReadWeights(HeadTensor::kWeight, 0, static_cast<int64_t>(values.size()), values.data(), event.version, epoch);
-      return ToReply(read, {values.begin(), values.end()});
+      return ToReply(read, Numbers(values));
     }
-    case Op::kSave: {
-      auto saved = head->Save(epoch, *store_, event.checkpoint, event.overwrite);
-      return ToReply(saved, {saved.ok() ? static_cast<double>(saved->step) : 0});
-    }
+    case Op::kSave:
+      return ToReply(head->Save(epoch, *store_, event.checkpoint, event.overwrite),
+                     [](const auto& it) { return Numbers(it.step); });
     case Op::kRestore:
       return AndHead(head->Restore(key.epoch, *store_, event.checkpoint).status(), *head);
-    case Op::kTake:
-      return AndHead(head->Take(epoch, EpochsOf(event.recovers)).status(), *head);
+    case Op::kTake: {
+      std::vector<heads::Epoch> recovers;
+      for (const int number : event.recovers) recovers.push_back(EpochOf(number));
+      return AndHead(head->Take(epoch, recovers).status(), *head);
+    }
     default:
       return {"not an event on a head", {}};
   }
@@ -595,8 +546,7 @@ Reply World::Replace(const Event& event, const HeadPointer& head) {
       .tensor = event.tensors[0],
       .data = std::shared_ptr<const void>(values, values->data()),
       .byte_count = static_cast<int64_t>(values->size() * sizeof(float)) - (event.wrong_size ? 4 : 0)};
-  const absl::StatusOr<heads::ReplaceReply> reply = head->Replace(KeyOf(event.targets[0]), tensor);
-  return ToReply(reply, {reply.ok() && reply->closed ? 1.0 : 0.0});
+  return ToReply(head->Replace(KeyOf(event.targets[0]), tensor), [](const auto& it) { return Numbers(it.closed); });
 }
 
 Reply World::SetTensors(const Event& event, const HeadPointer& head) {
@@ -622,11 +572,8 @@ Reply World::SetTensors(const Event& event, const HeadPointer& head) {
 
 Reply World::Create(const Event& event) {
   const int head = event.targets[0].head;
-  auto created = registry_->Create(NameOf(head), SpecOf(head, event.other_spec), event.if_exists, store_.get());
-  if (!created.ok()) return ToReply(created);
-  Reply reply{"OK", HeadNumbers(*created->head)};
-  reply.numbers.push_back(created->created);
-  return reply;
+  return ToReply(registry_->Create(NameOf(head), SpecOf(head, event.other_spec), event.if_exists, store_.get()),
+                 [this](const auto& it) { return Numbers(HeadNumbers(*it.head), it.created); });
 }
 
 Reply World::Delete(const Event& event) {
@@ -682,7 +629,7 @@ int64_t World::StoredBy(const Event& event) const {
 Reply World::CrashIn(const Event& event) {
   const int64_t before = StoredBy(event);
   const size_t epoch_count = epochs_.size(), session_count = session_ids_.size();
-  files_->WatchSyncs(event.power_loss.has_value());
+  disk_.WatchSyncs(event.power_loss.has_value());
   await_points_.EndAt(event.crash_at);
   std::optional<Reply> unanswered;
   try {
@@ -691,8 +638,8 @@ Reply World::CrashIn(const Event& event) {
   }
   const bool begun = await_points_.passed() > 1;
   await_points_.EndAt(0);
-  files_->set_capacity_bytes(INT64_MAX);
-  if (event.power_loss.has_value()) files_->LosePower(*event.power_loss);
+  disk_.set_capacity_bytes(INT64_MAX);
+  if (event.power_loss.has_value()) disk_.LosePower(*event.power_loss);
   computing_ = false;
   ended_meanwhile_.clear();
   // Nobody has heard of these.
@@ -716,27 +663,22 @@ Reply World::CrashIn(const Event& event) {
 void World::Damage(const Event& event) {
   const heads::HeadName name = NameOf(event.targets[0].head);
   const std::string directory = absl::StrCat(kRoot, "/", name.tenant, "/", name.head, "/", event.checkpoint);
-  const absl::StatusOr<std::vector<std::string>> files = files_->ListDirectory(directory);
+  const absl::StatusOr<std::vector<std::string>> files = disk_.ListDirectory(directory);
   if (!files.ok()) return;
   // The manifest comes first: odd events cut it short, even ones change a shard's last number.
   const std::string path = absl::StrCat(directory, "/", event.numbers % 2 == 1 ? files->front() : files->back());
-  std::string bytes = files_->Contents(path);
+  std::string bytes = disk_.Contents(path);
   if (event.numbers % 2 == 1) {
     bytes.resize(bytes.size() / 2);
   } else {
     bytes.replace(bytes.size() - 4, 4, 4, '\x7f');  // no number that a history has
   }
-  files_->SetContents(path, bytes);
+  disk_.SetContents(path, bytes);
 }
 
 // ---- the observable state --------------------------------------------------------------------------------------------
 
-const testing::FakeHead* World::EngineHeadOf(int head) const {
-  const auto& all = engine_->heads;
-  const auto found = std::find_if(all.rbegin(), all.rend(),
-                                  [head](const testing::FakeHead* it) { return it->spec().transform.logit_scale == head + 1; });
-  return found == all.rend() ? nullptr : *found;
-}
+const testing::FakeHead& World::EngineHeadOf(int head) const { return *engine_->heads.at(head); }
 
 void World::ObserveStep(View& view, const heads::StepRecord& step) {
   static const std::map<heads::StepState, char> kStates = {{heads::StepState::kOpen, 'O'},
@@ -745,97 +687,64 @@ void World::ObserveStep(View& view, const heads::StepRecord& step) {
                                                            {heads::StepState::kDiscarded, 'D'},
                                                            {heads::StepState::kReplaced, 'R'}};
   static constexpr char kContributions[] = {'N', 'P', 'S', 'C', 'D'};
-  view.Section("step, state");
-  view.Add(static_cast<double>(step.step));
-  view.Add(kStates.at(step.state));
-  view.Section("totals");
-  std::vector<double> totals;
-  AddTotals(totals, step.Totals());
-  for (const double value : totals) view.Add(value);
+  view.Section("step, state", step.step, kStates.at(step.state));
+  view.Section("totals", TotalsOf(step.Totals()));
   view.Section("records: id, state, tombstone, fence, attempt, form, digest, counts, factor, token factors");
   for (const auto& [id, record] : step.micro_batches) {
-    view.Add(static_cast<double>(id));
-    view.Add(kContributions[static_cast<int>(record.state)]);
-    view.Add(static_cast<double>(record.tombstone_attempt));
-    view.Add(static_cast<double>(record.fence_attempt));
+    view.Add(id, kContributions[static_cast<int>(record.state)], record.tombstone_attempt, record.fence_attempt);
     if (record.state != heads::ContributionState::kStaged && record.state != heads::ContributionState::kCommitted) continue;
-    view.Add(static_cast<double>(record.attempt));
-    view.Add(static_cast<int>(record.form));
-    uint64_t content = 0;
-    if (record.digest.has_value()) std::memcpy(&content, record.digest->data(), sizeof(content));
-    view.Add(static_cast<double>(content >> 16));
-    view.Add(static_cast<double>(record.counts.valid_token_count));
-    view.Add(record.counts.loss_sum);
-    view.Add(record.counts.token_weight_sum);
-    view.Add(static_cast<double>(record.counts.non_finite_row_count));
-    view.Add(record.factor.factor);
-    view.Add(record.factor.token_factors.has_value());
+    view.Add(record.attempt, static_cast<int>(record.form), record.digest.has_value() ? ContentOf(*record.digest) >> 16 : 0);
+    const auto& counts = record.counts;
+    view.Add(counts.valid_token_count, counts.loss_sum, counts.token_weight_sum, counts.non_finite_row_count);
+    view.Add(record.factor.factor, record.factor.token_factors.has_value());
   }
 }
 
-void World::Observe(View& view) {
+View World::Observe() {
   std::map<int, HeadPointer> all;
   for (const HeadPointer& head : registry_->ListAll()) all[IndexOf(head->name())] = head;
   // First, so that contributions which another head has dropped are seen as such by all.
   std::map<int, bool> in_use;
   for (const auto& [index, head] : all) in_use[index] = head->InUse();
 
-  view.Section("server/: heads, sessions, contributions held as rows");
-  view.Add(static_cast<double>(registry_->size()));
-  view.Add(static_cast<double>(sessions_->size()));
-  view.Add(held_count_);
-  static constexpr const char* kNames[kHeadCount] = {"head 0/", "head 1/", "head 2/", "head 3/", "head 4/", "head 5/"};
+  View view;
+  view.Section("server/: heads, sessions, contributions held as rows", registry_->size(), sessions_->size(), held_count_);
   for (const auto& [index, head] : all) {
     const HeadInfo info = head->Describe();
-    const testing::FakeHead& numbers = *EngineHeadOf(index);
+    const testing::FakeHead& numbers = EngineHeadOf(index);
     const char state = StateOf(info);
-    view.Section(kNames[index]);
-    view.Section("epoch");
-    view.Add(NumberOf(info.epoch));
+    view.Section(kHeadSections[index]);
+    view.Section("epoch", NumberOf(info.epoch));
     view.Section("recovers");
     for (const heads::Epoch& epoch : info.recovers_epochs) {
       view.Add(epoch == EpochOf(kForeignEpoch) ? kForeignEpoch : NumberOf(epoch));
     }
-    view.Section("state");
-    view.Add(state);
-    view.Section("weight version, open step");
-    view.Add(static_cast<double>(info.weight_version));
-    view.Add(static_cast<double>(info.open_step.value_or(-1)));
-    view.Section("in use");
-    view.Add(in_use[index]);
-    view.Section("restored from");
-    for (const char c : info.restored_checkpoint) view.Add(c);
-    view.Section("free slots");
-    view.Add(numbers.FreeStagingSlots());
-    view.Section("checksum");  // 0 none, 1 that of the weight, 2 another
-    view.Add(info.weight_checksum.empty() ? 0 : info.weight_checksum == ChecksumOf(numbers.Tensor(HeadTensor::kWeight)) ? 1 : 2);
+    view.Section("state", state);
+    view.Section("weight version, open step", info.weight_version, info.open_step.value_or(-1));
+    view.Section("in use", in_use[index]);
+    view.Section("restored from", info.restored_checkpoint);
+    view.Section("free slots", numbers.FreeStagingSlots());
+    const std::vector<float>& weight = numbers.Tensor(HeadTensor::kWeight);
+    // 0 none, 1 that of the weight, 2 another
+    view.Section("checksum", info.weight_checksum.empty() ? 0 : info.weight_checksum == ChecksumOf(weight) ? 1 : 2);
     if (state == 'X') continue;  // what is in it is unknown
     if (head->spec().trainable && state != 'B') {
       const auto steps = head->GetSteps(info.epoch);
       if (steps.ok()) {
         ObserveStep(view, steps->first);
-        view.Section("last closed");
-        view.Add(steps->second.has_value());
+        view.Section("last closed", steps->second.has_value());
         if (steps->second.has_value()) ObserveStep(view, *steps->second);
       }
     }
-    if (head->spec().trainable) {
-      view.Section("gradient");
-      view.Add(numbers.Tensor(HeadTensor::kGradWeight));
-      view.Section("gradient of bias");
-      view.Add(numbers.Tensor(HeadTensor::kGradBias));
-    }
+    view.Section("gradient", numbers.Tensor(HeadTensor::kGradWeight));
+    view.Section("gradient of bias", numbers.Tensor(HeadTensor::kGradBias));
     if (state == 'L') continue;
-    view.Section("weight");
-    view.Add(numbers.Tensor(HeadTensor::kWeight));
-    view.Section("bias");
-    view.Add(numbers.Tensor(HeadTensor::kBias));
-    view.Section("moments");
-    for (const HeadTensor tensor :
-         {HeadTensor::kMoment1Weight, HeadTensor::kMoment1Bias, HeadTensor::kMoment2Weight, HeadTensor::kMoment2Bias}) {
-      view.Add(numbers.Tensor(tensor));
-    }
+    view.Section("weight", weight);
+    view.Section("bias", numbers.Tensor(HeadTensor::kBias));
+    view.Section("moments", numbers.Tensor(HeadTensor::kMoment1Weight), numbers.Tensor(HeadTensor::kMoment1Bias),
+                 numbers.Tensor(HeadTensor::kMoment2Weight), numbers.Tensor(HeadTensor::kMoment2Bias));
   }
+  return view;
 }
 
 }  // namespace headwater::history

@@ -3,31 +3,56 @@
 #ifndef HEADWATER_TESTS_UNIT_SERVER_HISTORY_WORLD_H_
 #define HEADWATER_TESTS_UNIT_SERVER_HISTORY_WORLD_H_
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "await_points.h"
-#include "engine.h"
 #include "events.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head_registry.h"
 #include "server/heads/session_registry.h"
+#include "tests/unit/server/fake_engine.h"
+#include "tests/unit/server/faulty_file_system.h"
 #include "tests/unit/server/memory_file_system.h"
 
 namespace headwater::history {
 
 // Bugs of a world, for the test of the test.
 struct WorldBugs {
-  EngineBug engine = EngineBug::kNone;
+  testing::FakeBug engine = testing::FakeBug::kNone;
   bool keeps_older_checkpoint = false;   // replacing a checkpoint leaves the older one in its place
   bool session_clock_stands = false;     // no lease ever ends
   bool forgets_call_of_session = false;  // a running call does not keep its session's lease
   bool ignores_epochs = false;           // a call counts as one of the life that it finds
   bool never_syncs = false;              // directories are not synced
   bool comes_back_in_silence = false;    // a head that comes back does not say so
+};
+
+// The end of the process, thrown through the server's code: what unwinds frees memory and releases locks, and then all but the
+// files is thrown away.
+struct ProcessEnd {};
+
+// Where the server's code waits for what is around it: the engine, a call's rows, the disk, the client. The process can be made to
+// end at any of them. Not thread-safe.
+class AwaitPoints {
+ public:
+  // Ends the process at the `number`-th point from now on; 0: at none.
+  void EndAt(int number) {
+    end_at_ = number;
+    passed_ = 0;
+  }
+  void Pass() {
+    if (++passed_ == end_at_) throw ProcessEnd();
+  }
+  // Since EndAt().
+  int passed() const { return passed_; }
+
+ private:
+  int end_at_ = 0;
+  int passed_ = 0;
 };
 
 class World {
@@ -38,11 +63,11 @@ class World {
   World& operator=(const World&) = delete;
 
   Reply Run(const Event& event);
-  // Adds the observable state; new epochs get their numbers here.
-  void Observe(View& view);
+  // The observable state; new epochs get their numbers here.
+  View Observe();
 
  private:
-  struct Files;
+  class Engine;
   struct CallMemory;
   using HeadPointer = std::shared_ptr<heads::Head>;
 
@@ -55,11 +80,6 @@ class World {
 
   absl::StatusOr<HeadPointer> Find(const Event& event, int head) const;
   heads::Epoch EpochOf(int number) const;
-  std::vector<heads::Epoch> EpochsOf(const std::vector<int>& numbers) const {
-    std::vector<heads::Epoch> epochs;
-    for (const int number : numbers) epochs.push_back(EpochOf(number));
-    return epochs;
-  }
   int NumberOf(const heads::Epoch& epoch);
   std::optional<heads::SessionId> SessionOf(int number) const;
   // The key of a call's first target.
@@ -75,7 +95,7 @@ class World {
   // Another call while one is computed, in a thread of its own; returns when it has ended.
   void CallBeside(const Event& event);
   Reply Decide(const Event& event);
-  Reply AddGradient(const Event& event);
+  Reply AddGradient(const Event& event, const HeadPointer& head);
   Reply OnHead(const Event& event, const HeadPointer& head);
   Reply Replace(const Event& event, const HeadPointer& head);
   Reply SetTensors(const Event& event, const HeadPointer& head);
@@ -91,7 +111,7 @@ class World {
   // The reply of a call that says them if it went well.
   Reply AndHead(const absl::Status& status, const heads::Head& head);
   void Damage(const Event& event);
-  const testing::FakeHead* EngineHeadOf(int head) const;
+  const testing::FakeHead& EngineHeadOf(int head) const;
   static int IndexOf(const heads::HeadName& name);
   static void ObserveStep(View& view, const heads::StepRecord& step);
 
@@ -100,9 +120,11 @@ class World {
   const WorldBugs bugs_;
   double now_ = 0;
   AwaitPoints await_points_;
-  std::unique_ptr<Files> files_;
+  testing::MemoryFileSystem disk_;
+  testing::FaultyFileSystem files_{disk_};
   std::unique_ptr<checkpoint::CheckpointStore> store_;
-  std::unique_ptr<HistoryEngine> engine_;
+  std::unique_ptr<Engine> engine_;
+  std::function<void()> during_compute_;  // called once
   std::unique_ptr<heads::HeadRegistry> registry_;
   std::unique_ptr<heads::SessionRegistry> sessions_;
   std::map<int, HeadPointer> deleted_;  // by name: pointers that calls may still hold

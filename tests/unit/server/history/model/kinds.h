@@ -11,29 +11,31 @@
 
 namespace headwater::history {
 
-// A step in making an event. Returns false if there is nothing that the event could be about; a step without a result cannot fail.
-struct Making {
-  template <typename Step>
-  Making(Step step)  // NOLINT: a kind lists functions
-      : run([step](Generator& generator, Event& event) {
-          if constexpr (std::is_void_v<std::invoke_result_t<Step, Generator&, Event&>>) {
-            step(generator, event);
-            return true;
-          } else {
-            return step(generator, event);
-          }
-        }) {}
-  std::function<bool(Generator&, Event&)> run;
-};
-
 struct Kind {
+  // `made_by`: steps in making an event, functions of the generator and the event. One that returns false has found nothing that
+  // the event could be about; one without a result cannot fail.
+  template <typename... Steps>
+  Kind(const char* kind_name, int how_often, const Steps&... made_by) : name(kind_name), weight(how_often) {
+    const auto add = [this](const auto& step) {
+      steps.push_back([step](Generator& generator, Event& event) {
+        if constexpr (std::is_void_v<std::invoke_result_t<decltype(step), Generator&, Event&>>) {
+          std::invoke(step, generator, event);
+          return true;
+        } else {
+          return std::invoke(step, generator, event);
+        }
+      });
+    };
+    (add(made_by), ...);
+  }
+  // Takes the steps until one returns false.
+  bool Make(Generator& generator, Event& event) const {
+    return std::all_of(steps.begin(), steps.end(), [&](const auto& step) { return step(generator, event); });
+  }
+
   const char* name;
   int weight;
-  std::vector<Making> steps;  // in this order, until one returns false
-
-  bool Make(Generator& generator, Event& event) const {
-    return std::all_of(steps.begin(), steps.end(), [&](const Making& step) { return step.run(generator, event); });
-  }
+  std::vector<std::function<bool(Generator&, Event&)>> steps;
 };
 
 std::vector<Kind> Kinds();
@@ -124,15 +126,10 @@ struct KindTable {
   }
 
   // ---- steps of several kinds
-  static bool Call(G& g, E& e) { return g.Call(e); }
-  static bool Seal(G& g, E& e) { return g.Seal(e); }
-  static bool Apply(G& g, E& e) { return g.Apply(e); }
-  static bool Replace(G& g, E& e) { return g.Replace(e); }
-  static bool AddGradient(G& g, E& e) { return g.AddGradient(e); }
-  static Making OnHead(Op op, bool (*wanted)(const ModelHead& head) = nullptr) {
+  static auto OnHead(Op op, bool (*wanted)(const ModelHead& head) = nullptr) {
     return [op, wanted](G& g, E& e) { return g.OnHead(e, op, wanted); };
   }
-  static Making OnStep(Op op) {
+  static auto OnStep(Op op) {
     return [op](G& g, E& e) { return g.OnStep(e, op); };
   }
   static bool CallOnTwoHeads(G& g, E& e) { return g.CallOn(e, SomeHeads(g, 2)); }
@@ -165,7 +162,7 @@ struct KindTable {
   static bool LowerAttempt(G&, E& e) { return e.attempt-- > 0; }
   static void CancelledBefore(G&, E& e) { e.cancel = Cancel::kBefore; }
   static void CancelledWhileComputing(G&, E& e) { e.cancel = Cancel::kWhileComputing; }
-  static Making During(Meanwhile meanwhile) {
+  static auto During(Meanwhile meanwhile) {
     return [meanwhile](G&, E& e) { e.meanwhile = meanwhile; };
   }
   static void ToCommit(G&, E& e) { e.op = Op::kCommit; }
@@ -180,6 +177,14 @@ struct KindTable {
   static bool Committed(G& g, E& e) { return g.PickRecord(e, 'C'); }
   static bool Discarded(G& g, E& e) { return g.PickRecord(e, 'D'); }
   static bool Announced(G& g, E& e) { return g.PickRecord(e, 'N'); }
+  static bool RowsOfAHeader(G& g, E& e) {
+    if (g.announced_.empty()) return false;
+    const char* kind = e.kind;
+    e = g.PickFrom(g.announced_);
+    e.kind = kind;
+    e.op = Op::kRows;
+    return true;
+  }
   static bool OfASession(G& g, E& e) { return (e.session = g.PickSession()) != kNoSession; }
   static void AnotherSession(G& g, E& e) { e.session = g.OneIn(2) ? g.PickSession() : kNoSession; }
   static void UnknownSession(G& g, E& e) { e.session = g.OneIn(3) ? kForeignSession : g.Pick(g.model_.session_count() + 1); }
@@ -213,10 +218,10 @@ struct KindTable {
   }
   static void Attach(G&, E& e) { e.if_exists = heads::IfExists::kAttachIfSameSpec; }
   static void WithAnotherSpec(G&, E& e) { e.other_spec = true; }
-  static Making EngineFails(const char* call) {
+  static auto EngineFails(const char* call) {
     return [call](G&, E& e) { FailAt(e, call, ErrorReason::kEngineFailed); };
   }
-  static Making ShardNotReady(const char* call) {
+  static auto ShardNotReady(const char* call) {
     return [call](G&, E& e) { FailAt(e, call, ErrorReason::kShardNotReady); };
   }
 

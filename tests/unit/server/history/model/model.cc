@@ -15,10 +15,60 @@ std::vector<double> Model::HeadNumbers(int name) {
 Expected Model::Run(const Event& event) {
   if (event.crash_at > 0) return CrashIn(event);
   switch (event.op) {
-    case Op::kCall:
-    case Op::kAnnounce:
-    case Op::kRows:
-      return Call(event);
+    case Op::kDamage: {
+      auto& checkpoints = checkpoints_[event.targets[0].head];
+      if (const auto found = checkpoints.find(event.checkpoint); found != checkpoints.end()) found->second.damaged = true;
+      return {};
+    }
+    case Op::kCreate:
+      return Create(event);
+    case Op::kDelete:
+      return Delete(event);
+    case Op::kExpireIdle:
+      return ExpireIdle(event);
+    case Op::kOpenSession: {
+      if (static_cast<int64_t>(sessions_.size()) >= kMaxSessions) ExpireSessions();
+      if (static_cast<int64_t>(sessions_.size()) >= kMaxSessions) return Refuse("QUOTA_EXCEEDED");
+      const double lease = std::min(event.seconds + 0.5, kMaxLeaseSeconds);
+      sessions_[session_count_++] = {lease, now_ + lease};
+      return Answer(Numbers(lease, session_count_ - 1));
+    }
+    case Op::kRenewSession: {
+      if (std::string problem = UseSession(event.session); !problem.empty()) return Refuse(problem);
+      return Answer({sessions_.at(event.session).lease});
+    }
+    case Op::kCloseSession: {
+      const auto found = sessions_.find(event.session);
+      const bool there = found != sessions_.end() && found->second.lease_end > now_;
+      if (there) {
+        sessions_.erase(found);
+        DropSession(event.session);
+      }
+      return Answer(Numbers(there));
+    }
+    case Op::kAdvance:
+      now_ += event.seconds;
+      return {};
+    case Op::kExpireSessions: {
+      now_ += event.seconds;
+      const size_t before = sessions_.size();
+      ExpireSessions();
+      return Answer(Numbers(before - sessions_.size()));
+    }
+    case Op::kRestart:
+      return Restart();
+    default:
+      if (std::string problem = UseSession(event.session); !problem.empty()) return Refuse(problem);
+      if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
+      if (event.deleted_handle) return {};
+      if (std::string problem = AwaitStep(event); !problem.empty()) return Refuse(problem);
+      return OnHeads(event);
+  }
+}
+
+Expected Model::OnHeads(const Event& event) {
+  const Target& target = event.targets[0];
+  switch (event.op) {
     case Op::kCommit:
       return Commit(event);
     case Op::kDiscard:
@@ -38,14 +88,12 @@ Expected Model::Run(const Event& event) {
       return ReadGradient(event);
     case Op::kGetSteps:
     case Op::kCheckEpoch: {
-      if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
       const bool steps = event.op == Op::kGetSteps;
-      const std::string problem = CheckHead(event.targets[0].head, event.targets[0].epoch, steps, steps ? 'N' : 'A');
+      const std::string problem = CheckHead(target.head, target.epoch, steps, steps ? 'N' : 'A');
       return problem.empty() ? Expected() : Refuse(problem);
     }
     case Op::kGetHead:
-      if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-      return event.deleted_handle ? Expected() : Expected{{"OK"}, HeadNumbers(event.targets[0].head)};
+      return Answer(HeadNumbers(target.head));
     case Op::kSetTensors:
       return SetTensors(event);
     case Op::kReadWeights:
@@ -54,53 +102,11 @@ Expected Model::Run(const Event& event) {
       return Save(event);
     case Op::kRestore:
       return Restore(event);
-    case Op::kDamage: {
-      auto& checkpoints = checkpoints_[event.targets[0].head];
-      if (const auto found = checkpoints.find(event.checkpoint); found != checkpoints.end()) found->second.damaged = true;
-      return {};
-    }
     case Op::kTake:
       return Take(event);
-    case Op::kCreate:
-      return Create(event);
-    case Op::kDelete:
-      return Delete(event);
-    case Op::kExpireIdle:
-      return ExpireIdle(event);
-    case Op::kOpenSession:
-      if (static_cast<int64_t>(sessions_.size()) >= kMaxSessions) ExpireSessions();
-      if (static_cast<int64_t>(sessions_.size()) >= kMaxSessions) return Refuse("QUOTA_EXCEEDED");
-      {
-        const double lease = std::min(event.seconds + 0.5, kMaxLeaseSeconds);
-        sessions_[session_count_++] = {lease, now_ + lease};
-        return {{"OK"}, {lease, session_count_ - 1.0}};
-      }
-    case Op::kRenewSession: {
-      if (std::string problem = UseSession(event.session); !problem.empty()) return Refuse(problem);
-      return {{"OK"}, {sessions_.at(event.session).lease}};
-    }
-    case Op::kCloseSession: {
-      const auto found = sessions_.find(event.session);
-      const bool there = found != sessions_.end() && found->second.lease_end > now_;
-      if (there) {
-        sessions_.erase(found);
-        DropSession(event.session);
-      }
-      return {{"OK"}, {there ? 1.0 : 0.0}};
-    }
-    case Op::kAdvance:
-      now_ += event.seconds;
-      return {};
-    case Op::kExpireSessions: {
-      now_ += event.seconds;
-      const size_t before = sessions_.size();
-      ExpireSessions();
-      return {{"OK"}, {static_cast<double>(before - sessions_.size())}};
-    }
-    case Op::kRestart:
-      return Restart();
+    default:
+      return Call(event);
   }
-  return {};
 }
 
 void Model::ExpireSessions() {
@@ -166,6 +172,11 @@ bool Model::Fails(const Event& event, const char* call) const {
   return event.failing_call != nullptr && std::string(event.failing_call) == call;
 }
 
+Expected Model::Fail(const Event& event, const std::set<int>& heads) {
+  if (event.failure == ErrorReason::kEngineFailed) std::for_each(heads.begin(), heads.end(), [this](int head) { Lose(head); });
+  return Refuse(ErrorReasonName(event.failure));
+}
+
 // ---- the observable state --------------------------------------------------------------------------------------------
 
 int Model::held_count() const {
@@ -180,83 +191,48 @@ int Model::FreeSlots(int head) const {
 }
 
 void Model::ObserveStep(View& view, const ModelStep& step) const {
-  view.Section("step, state");
-  view.Add(static_cast<double>(step.number));
-  view.Add(step.state);
-  const ModelCounts totals = TotalsOf(step);
-  view.Section("totals");
-  for (const double value : {CommittedCount(step), totals.valid_tokens, totals.loss, totals.token_weight, totals.non_finite_rows}) {
-    view.Add(value);
-  }
+  view.Section("step, state", step.number, step.state);
+  view.Section("totals", TotalsOf(step));
   view.Section("records: id, state, tombstone, fence, attempt, form, digest, counts, factor, token factors");
   for (const auto& [id, record] : step.records) {
-    view.Add(static_cast<double>(id));
-    view.Add(record.state);
-    view.Add(static_cast<double>(record.tombstone));
-    view.Add(static_cast<double>(record.fence));
+    view.Add(id, record.state, record.tombstone, record.fence);
     if (record.state != 'S' && record.state != 'C') continue;
-    view.Add(static_cast<double>(record.attempt));
-    view.Add(record.form);
-    view.Add(static_cast<double>(record.content >> 16));
-    for (const double value :
-         {record.counts.valid_tokens, record.counts.loss, record.counts.token_weight, record.counts.non_finite_rows}) {
-      view.Add(value);
-    }
-    view.Add(record.state == 'C' ? record.factor : 1);
-    view.Add(record.state == 'C' && record.token_factors > 0);
+    const auto& [valid_tokens, loss, token_weight, non_finite_rows] = record.counts;
+    view.Add(record.attempt, record.form, record.content >> 16, valid_tokens, loss, token_weight, non_finite_rows);
+    const bool decided = record.state == 'C';
+    view.Add(decided ? record.factor : 1, decided && record.token_factors > 0);
   }
 }
 
-void Model::Observe(View& view) {
-  view.Section("server/: heads, sessions, contributions held as rows");
-  view.Add(static_cast<double>(heads_.size()));
-  view.Add(static_cast<double>(sessions_.size()));
-  view.Add(held_count());
-  static constexpr const char* kNames[kHeadCount] = {"head 0/", "head 1/", "head 2/", "head 3/", "head 4/", "head 5/"};
+View Model::Observe() {
+  View view;
+  view.Section("server/: heads, sessions, contributions held as rows", heads_.size(), sessions_.size(), held_count());
   for (auto& [name, head] : heads_) {
     if (head.epoch < 0) head.epoch = epoch_count_++;
-    view.Section(kNames[name]);
-    view.Section("epoch");
-    view.Add(head.epoch);
-    view.Section("recovers");
-    for (const int epoch : head.recovers) view.Add(epoch);
-    view.Section("state");
-    view.Add(head.state);
-    view.Section("weight version, open step");
-    view.Add(static_cast<double>(head.version));
-    view.Add(static_cast<double>(head.spec.trainable ? head.open.number : -1));
-    view.Section("in use");
-    view.Add(InUse(head));
-    view.Section("restored from");
-    for (const char c : head.restored_checkpoint) view.Add(c);
-    view.Section("free slots");
-    view.Add(FreeSlots(name));
-    view.Section("checksum");
-    view.Add(head.has_checksum);
+    view.Section(kHeadSections[name]);
+    view.Section("epoch", head.epoch);
+    view.Section("recovers", head.recovers);
+    view.Section("state", head.state);
+    view.Section("weight version, open step", head.version, head.spec.trainable ? head.open.number : -1);
+    view.Section("in use", InUse(head));
+    view.Section("restored from", head.restored_checkpoint);
+    view.Section("free slots", FreeSlots(name));
+    view.Section("checksum", head.has_checksum);
     if (head.state == 'X') continue;  // what is in it is unknown
     if (head.spec.trainable && head.state != 'B') {
       ObserveStep(view, head.open);
-      view.Section("last closed");
-      view.Add(head.closed.has_value());
+      view.Section("last closed", head.closed.has_value());
       if (head.closed.has_value()) ObserveStep(view, *head.closed);
     }
-    if (head.spec.trainable) {
-      view.Section("gradient");
-      view.Add(head.gradient);
-      view.Section("gradient of bias");
-      view.Add(head.gradient_bias);
-    }
+    view.Section("gradient", head.gradient);
+    view.Section("gradient of bias", head.gradient_bias);
     if (head.state == 'L') continue;
-    view.Section("weight");
-    view.Add(head.tensors.weight);
-    view.Section("bias");
-    view.Add(head.tensors.bias);
-    view.Section("moments");
-    for (const std::vector<float>* moment :
-         {&head.tensors.moment1, &head.tensors.moment1_bias, &head.tensors.moment2, &head.tensors.moment2_bias}) {
-      view.Add(*moment);
-    }
+    const ModelTensors& tensors = head.tensors;
+    view.Section("weight", tensors.weight);
+    view.Section("bias", tensors.bias);
+    view.Section("moments", tensors.moment1, tensors.moment1_bias, tensors.moment2, tensors.moment2_bias);
   }
+  return view;
 }
 
 }  // namespace headwater::history

@@ -18,13 +18,9 @@ namespace headwater::history {
 
 // What the server may answer: one of these reasons ("OK" among them only if it is the only one); with "OK" these numbers.
 struct Expected {
-  Expected() = default;
-  Expected(std::vector<std::string> expected_reasons, std::vector<double> expected_numbers)
-      : reasons(std::move(expected_reasons)), numbers(std::move(expected_numbers)) {}
-
   std::vector<std::string> reasons = {"OK"};
-  std::vector<double> numbers;
-  std::vector<Expected> beside;  // of a call that is computed beside this one
+  std::vector<double> numbers = {};
+  std::vector<Expected> beside = {};  // of a call that is computed beside this one
 };
 
 struct ModelCounts {
@@ -42,6 +38,8 @@ struct ModelRecord {
   int64_t tombstone = -1;
   int64_t fence = 0;
   int contribution = -1;  // while 'S'
+
+  bool is_present() const { return state == 'S' || state == 'C'; }
 };
 
 struct ModelStep {
@@ -76,6 +74,13 @@ struct ModelHead {
   std::map<HeadTensor, std::vector<float>> shadow, replaced;
 };
 
+// A teacher as it was when a contribution was computed: its part in a row's value, and whether it is still the same.
+struct ModelTeacher {
+  float value = 0;
+  int64_t version = 0;
+  int life = 0;
+};
+
 // An undecided contribution.
 struct ModelContribution {
   Event call;
@@ -83,9 +88,7 @@ struct ModelContribution {
   int64_t attempt = 0;
   int session = kNoSession;
   bool held = false;
-  std::vector<float> teacher_values;      // of the teacher's weight, as they were; one for each term
-  std::vector<int64_t> teacher_versions;  // 0 without teacher
-  std::vector<int> teacher_lives;
+  std::vector<ModelTeacher> teachers;  // one for each term
 };
 
 struct ModelSession {
@@ -109,8 +112,8 @@ class Model {
 
   // Carries the event out and says what the server must answer.
   Expected Run(const Event& event);
-  // Adds the observable state; new epochs get their numbers here.
-  void Observe(View& view);
+  // The observable state; new epochs get their numbers here.
+  View Observe();
 
   // For choosing events.
   const std::map<int, ModelHead>& heads() const { return heads_; }
@@ -127,7 +130,9 @@ class Model {
 
  private:
   using Reasons = std::vector<std::string>;
-  static Expected Refuse(const std::string& reason) { return {{reason}, {}}; }
+  static Expected Refuse(const std::string& reason) { return {{reason}}; }
+  static Expected Refuse(const Reasons& reasons) { return {reasons}; }
+  static Expected Answer(const std::vector<double>& numbers) { return {{"OK"}, numbers}; }
 
   // ---- what calls begin with (model.cc); empty: nothing is wrong
   std::string UseSession(int session);
@@ -135,7 +140,11 @@ class Model {
   std::string CheckHead(int head, int epoch, bool names_step, char need) const;
   std::string CheckKey(const Target& target) const;
   std::string AwaitStep(const Event& event) const;
+  // A call on heads that have been found, and whose step is open.
+  Expected OnHeads(const Event& event);
   bool Fails(const Event& event, const char* call) const;
+  // The engine's call has failed; one that may have begun loses these heads.
+  Expected Fail(const Event& event, const std::set<int>& heads = {});
   ModelHead& At(int head) { return heads_.at(head); }
 
   // ---- micro-batches (model_micro_batch.cc)
@@ -144,7 +153,6 @@ class Model {
   void Announce(const Event& event);
   Expected Call(const Event& event);
   Expected Compute(const Event& event);
-  Expected ComputeWhole(const Event& event);
   // The call beside this one, while this one is in progress in `targets`. True if it lost one of them.
   bool CallBeside(const Event& event, const std::set<int>& targets);
   std::vector<double> AnswerOf(const Event& event) const;
@@ -176,12 +184,14 @@ class Model {
   Expected Replace(const Event& event);
   Expected ReadGradient(const Event& event);
   Expected Take(const Event& event);
+  static void OpenStep(ModelHead& head, int64_t step);
   void CloseStep(int head, char how);
+  void Reset(int head, int64_t step);
   void StartAgain(int head, int64_t step);
   void Lose(int head);
   static double NormSquared(const ModelHead& head);
-  static ModelCounts TotalsOf(const ModelStep& step);
-  static double CommittedCount(const ModelStep& step);
+  // How many micro-batches count, and their sums.
+  static std::vector<double> TotalsOf(const ModelStep& step);
 
   // ---- weights, checkpoints, heads, sessions (model_server.cc)
   Expected SetTensors(const Event& event);

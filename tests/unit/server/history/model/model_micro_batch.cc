@@ -11,8 +11,6 @@ namespace {
 constexpr int kDirect = 1, kStaged = 2, kHeld = 3;    // ContributionForm
 constexpr int kStateStaged = 2, kStateCommitted = 3;  // ContributionState
 
-bool IsPresent(const ModelRecord& record) { return record.state == 'S' || record.state == 'C'; }
-
 // What remains of a record that holds nothing: its fence and its tombstone.
 void Empty(ModelRecord& record) {
   ModelRecord rest;
@@ -83,7 +81,7 @@ std::string Model::CheckBegin(const ModelHead& head, int64_t step, int64_t micro
                            : record.state == 'S' ? std::max(record.attempt, record.fence)
                                                  : record.fence;
     if (attempt < lowest) return "ATTEMPT_SUPERSEDED";
-    if (IsPresent(record)) return "";
+    if (record.is_present()) return "";
   }
   if (head.open.state != 'O') return "STEP_SEALED";
   if (!known && static_cast<int64_t>(head.open.records.size()) >= kMaxStepRecords) return "LIMIT_EXCEEDED";
@@ -93,11 +91,15 @@ std::string Model::CheckBegin(const ModelHead& head, int64_t step, int64_t micro
 // What is wrong with a call before its rows are looked at; any of these may be the answer.
 Model::Reasons Model::CheckCall(const Event& event) const {
   Reasons reasons;
+  const auto check = [this](int head, int epoch, bool names_step, const std::optional<int64_t>& version) {
+    const std::string problem = CheckHead(head, epoch, names_step, 'R');
+    const bool is_another = version.has_value() && *version != heads_.at(head).version;
+    return problem.empty() && is_another ? "WEIGHT_VERSION_MISMATCH" : problem;
+  };
   for (const Target& target : event.targets) {
     const ModelHead& head = heads_.at(target.head);
     const bool is_target = event.backward && head.spec.trainable;
-    std::string problem = CheckHead(target.head, target.epoch, is_target || target.step.has_value(), 'R');
-    if (problem.empty() && target.version.has_value() && *target.version != head.version) problem = "WEIGHT_VERSION_MISMATCH";
+    std::string problem = check(target.head, target.epoch, is_target || target.step.has_value(), target.version);
     if (problem.empty() && is_target) problem = CheckBegin(head, *target.step, event.micro_batch, event.attempt);
     const bool is_new = !head.open.records.contains(event.micro_batch);
     if (problem.empty() && is_target && is_new && (event.is_explicit || event.refuse) && head.spec.staging_slots == 0 &&
@@ -105,13 +107,7 @@ Model::Reasons Model::CheckCall(const Event& event) const {
       problem = "STAGING_FULL";
     }
     AddUnique(reasons, problem);
-    if (target.teacher >= 0) {
-      problem = CheckHead(target.teacher, target.teacher_epoch, false, 'R');
-      if (problem.empty() && target.teacher_version.has_value() && *target.teacher_version != heads_.at(target.teacher).version) {
-        problem = "WEIGHT_VERSION_MISMATCH";
-      }
-      AddUnique(reasons, problem);
-    }
+    if (target.teacher >= 0) AddUnique(reasons, check(target.teacher, target.teacher_epoch, false, target.teacher_version));
   }
   return reasons;
 }
@@ -135,15 +131,14 @@ void Model::Announce(const Event& event) {
 }
 
 Expected Model::Call(const Event& event) {
-  if (std::string problem = UseSession(event.session); !problem.empty()) return Refuse(problem);
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
-  if (std::string problem = AwaitStep(event); !problem.empty()) return Refuse(problem);
-  if (Reasons problems = CheckCall(event); !problems.empty()) return {problems, {}};
+  if (Reasons problems = CheckCall(event); !problems.empty()) return Refuse(problems);
   if (event.op != Op::kRows) Announce(event);
   if (event.op == Op::kAnnounce) return {};
-  if (Reasons problems = CheckCall(event); !problems.empty()) return {problems, {}};
-  return Compute(event);
+  if (Reasons problems = CheckCall(event); !problems.empty()) return Refuse(problems);
+  beside_.clear();
+  Expected expected = Compute(event);
+  expected.beside = std::exchange(beside_, {});
+  return expected;
 }
 
 float Model::TeacherValueOf(const Target& target) const {
@@ -168,11 +163,8 @@ std::map<int, ModelCounts> Model::CountsOf(const Event& call) const {
       sum.valid_tokens += 1;
       sum.loss += weight * value;
       sum.token_weight += weight;
-      for (size_t i = 0; i < kWidth; ++i) {
-        if (std::isfinite(payload.hidden[r * kWidth + i])) continue;
-        sum.non_finite_rows += 1;
-        break;
-      }
+      const float* hidden = &payload.hidden[r * kWidth];
+      sum.non_finite_rows += !std::all_of(hidden, hidden + kWidth, [](float x) { return std::isfinite(x); });
     }
   }
   return counts;
@@ -194,7 +186,7 @@ void Model::AddContribution(const ModelContribution& contribution, double factor
       if (!by_token.empty()) scale *= by_token[r];
       const size_t token = static_cast<size_t>(payload.targets[r]);
       for (size_t i = 0; i < kWidth; ++i) {
-        head.gradient[token * kWidth + i] += scale * ValueOf(payload, contribution.teacher_values[term], r, i);
+        head.gradient[token * kWidth + i] += scale * ValueOf(payload, contribution.teachers[term].value, r, i);
       }
       if (head.spec.has_bias) head.gradient_bias[token] += scale;
     }
@@ -208,12 +200,9 @@ std::vector<double> Model::AnswerOf(const Event& event) const {
   for (const Target& target : event.targets) {
     Event alone = event;
     alone.targets = {target};
-    const ModelCounts counts = CountsOf(alone).at(target.head);
-    for (const double value : {counts.valid_tokens, counts.loss, counts.token_weight, counts.non_finite_rows}) {
-      numbers.push_back(value);
-    }
-    numbers.push_back(static_cast<double>(heads_.at(target.head).version));
-    numbers.push_back(target.teacher >= 0 ? static_cast<double>(heads_.at(target.teacher).version) : 0);
+    const auto [valid_tokens, loss, token_weight, non_finite_rows] = CountsOf(alone).at(target.head);
+    AddNumbers(numbers, valid_tokens, loss, token_weight, non_finite_rows, heads_.at(target.head).version,
+               target.teacher >= 0 ? heads_.at(target.teacher).version : 0);
     for (int row = target.row_start; row < target.row_start + target.row_count; ++row) {
       const size_t r = static_cast<size_t>(row);
       const bool ignored = payload.targets[r] == kDefaultIgnoreIndex;
@@ -225,17 +214,8 @@ std::vector<double> Model::AnswerOf(const Event& event) const {
       }
     }
   }
-  numbers.insert(numbers.end(), lse.begin(), lse.end());
-  numbers.insert(numbers.end(), grad_hidden.begin(), grad_hidden.end());
+  AddNumbers(numbers, lse, grad_hidden);
   return numbers;
-}
-
-// Header accepted.
-Expected Model::Compute(const Event& event) {
-  beside_.clear();
-  Expected expected = ComputeWhole(event);
-  expected.beside = std::exchange(beside_, {});
-  return expected;
 }
 
 bool Model::CallBeside(const Event& event, const std::set<int>& targets) {
@@ -243,7 +223,7 @@ bool Model::CallBeside(const Event& event, const std::set<int>& targets) {
   for (const int head : targets) {
     if (At(head).open.records.try_emplace(event.micro_batch).second) begun.insert(head);
   }
-  Expected beside = Call(event.beside.at(0));
+  Expected beside = Run(event.beside.at(0));
   beside_ = {std::move(beside)};
   bool lost = false;
   for (const int head : targets) {
@@ -253,8 +233,8 @@ bool Model::CallBeside(const Event& event, const std::set<int>& targets) {
   return lost;
 }
 
-// The rows are there, or come.
-Expected Model::ComputeWhole(const Event& event) {
+// The header is accepted, and the rows are there, or come.
+Expected Model::Compute(const Event& event) {
   const Payload& payload = payloads_[static_cast<size_t>(event.payload)];
   const std::set<int> targets = event.backward ? TrainableHeads(event) : std::set<int>();
   const uint64_t content = ContentOf(event);
@@ -262,7 +242,7 @@ Expected Model::ComputeWhole(const Event& event) {
   bool any_present = false;
   for (const int head : targets) {
     const auto found = At(head).open.records.find(event.micro_batch);
-    if (found == At(head).open.records.end() || !IsPresent(found->second)) continue;
+    if (found == At(head).open.records.end() || !found->second.is_present()) continue;
     any_present = true;
     if (found->second.state == 'S' && found->second.attempt < event.attempt) continue;
     ++known;
@@ -347,7 +327,7 @@ Expected Model::ComputeWhole(const Event& event) {
     if (event.session != kNoSession) sessions_.at(event.session).lease_end = now_ + sessions_.at(event.session).lease;
     ExpireSessions();
   }
-  if (!problems.empty()) return {problems, {}};
+  if (!problems.empty()) return Refuse(problems);
 
   Expected expected;
   expected.numbers = AnswerOf(event);
@@ -361,9 +341,8 @@ Expected Model::ComputeWhole(const Event& event) {
     contribution.session = event.session;
     contribution.held = form == kHeld;
     for (const Target& target : event.targets) {
-      contribution.teacher_values.push_back(TeacherValueOf(target));
-      contribution.teacher_versions.push_back(target.teacher >= 0 ? heads_.at(target.teacher).version : 0);
-      contribution.teacher_lives.push_back(target.teacher >= 0 ? lives_[target.teacher] : 0);
+      ModelTeacher& teacher = contribution.teachers.emplace_back();
+      if (target.teacher >= 0) teacher = {TeacherValueOf(target), heads_.at(target.teacher).version, lives_[target.teacher]};
     }
     for (const int head : targets) {
       if (At(head).state == 'X') {
@@ -390,11 +369,8 @@ Expected Model::ComputeWhole(const Event& event) {
   }
   if (lost) return Refuse("STEP_LOST");  // but what another head's accumulator has stays there
   if (event.meanwhile == Meanwhile::kCloseSession && sessions_.erase(event.session) > 0) DropSession(event.session);
-  expected.numbers.push_back(state);
-  expected.numbers.push_back(form);
-  expected.numbers.push_back(!adds && known > 0 && equal == known);
-  expected.numbers.push_back(!adds && equal < known);
-  expected.numbers.push_back(event.backward ? static_cast<double>(content >> 16) : 0);
+  AddNumbers(expected.numbers, state, form, !adds && known > 0 && equal == known, !adds && equal < known,
+             event.backward ? content >> 16 : 0);
   if (event.meanwhile == Meanwhile::kSameCall || event.meanwhile == Meanwhile::kDiscard || event.meanwhile == Meanwhile::kCommit) {
     expected.numbers.push_back(adds);  // answered MICRO_BATCH_IN_PROGRESS
   }
@@ -424,10 +400,6 @@ Model::Reasons Model::CheckDecision(const Event& event, std::set<int>& contribut
 }
 
 Expected Model::Commit(const Event& event) {
-  if (std::string problem = UseSession(event.session); !problem.empty()) return Refuse(problem);
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
-  if (std::string problem = AwaitStep(event); !problem.empty()) return Refuse(problem);
   const std::vector<float> by_token =
       MakeTokenFactors(event.token_factors, payloads_[static_cast<size_t>(event.payload)].row_count);
   const int factors_id = by_token.empty() ? 0 : event.token_factors * 10 + static_cast<int>(by_token.size());
@@ -451,7 +423,8 @@ Expected Model::Commit(const Event& event) {
     const ModelRecord& record = found->second;
     if (event.attempt <= record.tombstone) {
       AddUnique(problems, "MICRO_BATCH_DISCARDED");
-    } else if ((event.attempt > record.attempt && record.state != 'C') || (!IsPresent(record) && event.attempt == record.attempt)) {
+    } else if ((event.attempt > record.attempt && record.state != 'C') ||
+               (!record.is_present() && event.attempt == record.attempt)) {
       AddUnique(problems, "MICRO_BATCH_NOT_FOUND");
     } else if (event.attempt < record.attempt) {
       AddUnique(problems, "ATTEMPT_SUPERSEDED");
@@ -461,8 +434,8 @@ Expected Model::Commit(const Event& event) {
     }
   }
   if (committed > 0 && committed < checked) AddUnique(problems, "INVALID_COMBINATION");
-  if (!problems.empty()) return {problems, {}};
-  if (contributions.empty()) return {{"OK"}, {0}};
+  if (!problems.empty()) return Refuse(problems);
+  if (contributions.empty()) return Answer({0});
 
   const int id = *contributions.begin();
   const ModelContribution contribution = contributions_.at(id);
@@ -472,24 +445,19 @@ Expected Model::Commit(const Event& event) {
     for (size_t i = 0; i < contribution.call.targets.size(); ++i) {
       const int teacher = contribution.call.targets[i].teacher;
       if (teacher < 0 || !contribution.heads.contains(contribution.call.targets[i].head)) continue;
-      if (!heads_.contains(teacher) || lives_[teacher] != contribution.teacher_lives[i]) {
+      if (!heads_.contains(teacher) || lives_[teacher] != contribution.teachers[i].life) {
         AddUnique(problems, "HEAD_NOT_FOUND");
       } else if (std::string problem = CheckHead(teacher, kNoEpoch, false, 'R'); !problem.empty()) {
         AddUnique(problems, problem);
-      } else if (At(teacher).version != contribution.teacher_versions[i]) {
+      } else if (At(teacher).version != contribution.teachers[i].version) {
         AddUnique(problems, "WEIGHT_VERSION_MISMATCH");
       }
     }
     const int row_count = payloads_[static_cast<size_t>(contribution.call.payload)].row_count;
     if (!by_token.empty() && static_cast<int>(by_token.size()) != row_count) AddUnique(problems, "SHAPE_MISMATCH");
-    if (!problems.empty()) return {problems, {}};
+    if (!problems.empty()) return Refuse(problems);
   }
-  if (Fails(event, contribution.held ? "Compute" : "Commit")) {
-    if (event.failure == ErrorReason::kEngineFailed) {
-      for (const int head : contribution.heads) Lose(head);
-    }
-    return Refuse(ErrorReasonName(event.failure));
-  }
+  if (Fails(event, contribution.held ? "Compute" : "Commit")) return Fail(event, contribution.heads);
   contributions_.erase(id);
   AddContribution(contribution, event.factor, event.token_factors);
   for (const int head : contribution.heads) {
@@ -499,14 +467,10 @@ Expected Model::Commit(const Event& event) {
     record.factor = event.factor;
     record.token_factors = factors_id;
   }
-  return {{"OK"}, {1}};
+  return Answer({1});
 }
 
 Expected Model::Discard(const Event& event) {
-  if (std::string problem = UseSession(event.session); !problem.empty()) return Refuse(problem);
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
-  if (std::string problem = AwaitStep(event); !problem.empty()) return Refuse(problem);
   std::set<int> contributions;
   Reasons problems = CheckDecision(event, contributions);
   for (const Target& target : event.targets) {
@@ -525,7 +489,7 @@ Expected Model::Discard(const Event& event) {
       if (owner != kNoSession && owner != event.session) AddUnique(problems, "NOT_SESSION_OWNER");
     }
   }
-  if (!problems.empty()) return {problems, {}};
+  if (!problems.empty()) return Refuse(problems);
   for (const int id : contributions) Drop(id);
   for (const Target& target : event.targets) {
     auto& records = At(target.head).open.records;
@@ -533,36 +497,30 @@ Expected Model::Discard(const Event& event) {
     // Nothing new comes into a sealed step: no tombstone is needed.
     if (known || At(target.head).open.state == 'O') Bury(records[event.micro_batch], event.attempt);
   }
-  return {{"OK"}, {contributions.empty() ? 0.0 : 1.0}};
+  return Answer(Numbers(!contributions.empty()));
 }
 
 Expected Model::AddGradient(const Event& event) {
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
-  if (std::string problem = AwaitStep(event); !problem.empty()) return Refuse(problem);
   const Target& target = event.targets[0];
   ModelHead& head = At(target.head);
   Reasons problems;
   if (!std::isfinite(static_cast<float>(event.factor))) problems.push_back("INVALID_FIELD");
   if (std::string problem = CheckHead(target.head, target.epoch, true, 'R'); !problem.empty()) {
     problems.push_back(problem);
-    return {problems, {}};
+    return Refuse(problems);
   }
   if (event.row_count < 1 || event.row_start + event.row_count > head.spec.vocab_size) problems.push_back("CHUNK_OUT_OF_RANGE");
   AddUnique(problems, CheckBegin(head, *target.step, event.micro_batch, event.attempt));
-  if (!problems.empty()) return {problems, {}};
+  if (!problems.empty()) return Refuse(problems);
   if (event.cancel == Cancel::kBefore) return Refuse("CANCELLED");
   const auto found = head.open.records.find(event.micro_batch);
   const bool superseded = found != head.open.records.end() && found->second.state == 'S' && event.attempt > found->second.attempt;
-  if (found != head.open.records.end() && IsPresent(found->second) && !superseded) {
-    return found->second.content == ContentOf(event) ? Expected{{"OK"}, {0}} : Refuse("MICRO_BATCH_CONFLICT");
+  if (found != head.open.records.end() && found->second.is_present() && !superseded) {
+    return found->second.content == ContentOf(event) ? Answer({0}) : Refuse("MICRO_BATCH_CONFLICT");
   }
   if (superseded) Drop(found->second.contribution, {target.head});
   const bool fails = Fails(event, "AddToGradient");
-  if (fails && event.failure == ErrorReason::kEngineFailed) {
-    Lose(target.head);
-    return Refuse(ErrorReasonName(event.failure));
-  }
+  if (fails && event.failure == ErrorReason::kEngineFailed) return Fail(event, {target.head});
   ModelRecord& record = head.open.records[event.micro_batch];
   record.fence = std::max(record.fence, event.attempt);
   if (fails) {
@@ -582,7 +540,7 @@ Expected Model::AddGradient(const Event& event) {
   for (size_t i = 0; i < part.size(); ++i) {
     head.gradient[static_cast<size_t>(event.row_start * kWidth) + i] += static_cast<float>(event.factor) * part[i];
   }
-  return {{"OK"}, {1}};
+  return Answer({1});
 }
 
 }  // namespace headwater::history

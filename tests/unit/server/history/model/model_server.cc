@@ -8,8 +8,6 @@ namespace headwater::history {
 // ---- weights ---------------------------------------------------------------------------------------------------------
 
 Expected Model::SetTensors(const Event& event) {
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
   const Target& target = event.targets[0];
   ModelHead& head = At(target.head);
   Reasons problems;
@@ -19,7 +17,7 @@ Expected Model::SetTensors(const Event& event) {
   if (sets(HeadTensor::kBias) && !head.spec.has_bias) problems.push_back("INVALID_FIELD");
   if (event.wrong_size) problems.push_back("DATA_LENGTH_MISMATCH");
   if (std::string problem = CheckHead(target.head, target.epoch, false, 'A'); !problem.empty()) problems.push_back(problem);
-  if (!problems.empty()) return {problems, {}};
+  if (!problems.empty()) return Refuse(problems);
   const bool was_loading = head.state == 'L';
   if (Fails(event, "WriteTensor")) {
     if (!was_loading) {
@@ -30,11 +28,7 @@ Expected Model::SetTensors(const Event& event) {
     }
     return Refuse(ErrorReasonName(event.failure));
   }
-  const int epoch = head.epoch;
-  const std::vector<int> recovers = head.recovers;
-  StartAgain(target.head, head.open.number);
-  if (was_loading) head.epoch = epoch;
-  if (was_loading) head.recovers = recovers;
+  was_loading ? Reset(target.head, head.open.number) : StartAgain(target.head, head.open.number);
   if (sets(HeadTensor::kWeight)) {
     head.tensors.weight = MakeNumbers(event.numbers, head.spec.vocab_size * kWidth);
     head.has_weight = head.has_checksum = true;
@@ -50,19 +44,17 @@ Expected Model::SetTensors(const Event& event) {
   head.state = head.has_weight && (head.has_bias || !head.spec.has_bias) ? 'R' : 'L';
   head.update_count = 0;
   ++head.version;
-  return {{"OK"}, HeadNumbers(target.head)};
+  return Answer(HeadNumbers(target.head));
 }
 
 Expected Model::ReadWeights(const Event& event) {
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
   const Target& target = event.targets[0];
   if (std::string problem = CheckHead(target.head, target.epoch, false, 'A'); !problem.empty()) return Refuse(problem);
   if (std::string problem = CheckHead(target.head, kNoEpoch, false, 'R'); !problem.empty()) return Refuse(problem);
   const ModelHead& head = At(target.head);
   if (event.version.has_value() && *event.version != head.version) return Refuse("WEIGHT_VERSION_MISMATCH");
-  if (Fails(event, "ReadTensor")) return Refuse(ErrorReasonName(event.failure));
-  return {{"OK"}, {head.tensors.weight.begin(), head.tensors.weight.end()}};
+  if (Fails(event, "ReadTensor")) return Fail(event);
+  return Answer(Numbers(head.tensors.weight));
 }
 
 // ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -75,8 +67,6 @@ void Model::SaveAs(int name, const std::string& checkpoint) {
 }
 
 Expected Model::Save(const Event& event) {
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
   const Target& target = event.targets[0];
   const ModelHead& head = At(target.head);
   if (head.spec.trainable && target.epoch == kNoEpoch) return Refuse("MISSING_FIELD");
@@ -86,9 +76,9 @@ Expected Model::Save(const Event& event) {
   Reasons problems;
   if (event.disk_full) problems.push_back("DISK_FULL");
   if (Fails(event, "ReadTensor")) problems.push_back(ErrorReasonName(event.failure));
-  if (!problems.empty()) return {problems, {}};
+  if (!problems.empty()) return Refuse(problems);
   SaveAs(target.head, event.checkpoint);
-  return {{"OK"}, {static_cast<double>(head.open.number)}};
+  return Answer(Numbers(head.open.number));
 }
 
 void Model::LoadInto(ModelHead& head, const ModelCheckpoint& checkpoint) {
@@ -101,8 +91,6 @@ void Model::LoadInto(ModelHead& head, const ModelCheckpoint& checkpoint) {
 }
 
 Expected Model::Restore(const Event& event) {
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
   const Target& target = event.targets[0];
   if (std::string problem = CheckHead(target.head, target.epoch, false, 'A'); !problem.empty()) return Refuse(problem);
   ModelHead& head = At(target.head);
@@ -112,7 +100,7 @@ Expected Model::Restore(const Event& event) {
   Reasons problems;
   if (checkpoint.damaged) problems = {"CHECKSUM_MISMATCH", "FILE_CORRUPT"};
   if (checkpoint.spec.vocab_size != head.spec.vocab_size) problems.push_back("CHECKPOINT_SPEC_MISMATCH");
-  if (!problems.empty()) return {problems, {}};
+  if (!problems.empty()) return Refuse(problems);
   if (Fails(event, "WriteTensor")) {
     Lose(target.head);
     return Refuse(ErrorReasonName(event.failure));
@@ -120,7 +108,7 @@ Expected Model::Restore(const Event& event) {
   live_.emplace(target.head, checkpoint.first);  // a head that has no run yet goes on with this one
   StartAgain(target.head, checkpoint.step);
   LoadInto(head, checkpoint);
-  return {{"OK"}, HeadNumbers(target.head)};
+  return Answer(HeadNumbers(target.head));
 }
 
 // ---- heads -----------------------------------------------------------------------------------------------------------
@@ -162,25 +150,20 @@ Expected Model::Create(const Event& event) {
     if (event.if_exists == heads::IfExists::kFail) return Refuse("HEAD_ALREADY_EXISTS");
     if (found->second.spec.vocab_size != spec.vocab_size) return Refuse("HEAD_SPEC_MISMATCH");
     found->second.last_use = now_;
-    Expected expected{{"OK"}, HeadNumbers(name)};
-    expected.numbers.push_back(0);
-    return expected;
+    return Answer(Numbers(HeadNumbers(name), 0));
   }
   if (!HasRoom(name, spec)) return Refuse("QUOTA_EXCEEDED");
-  if (Fails(event, "CreateHead")) return Refuse(ErrorReasonName(event.failure));
+  if (Fails(event, "CreateHead")) return Fail(event);
   heads_[name] = NewHead(spec);
   ++lives_[name];
   // What a former one has saved that could not come back is not its own.
   live_.erase(name);
-  Expected expected{{"OK"}, HeadNumbers(name)};
-  expected.numbers.push_back(1);
-  return expected;
+  return Answer(Numbers(HeadNumbers(name), 1));
 }
 
 bool Model::InUse(const ModelHead& head) const {
-  if (head.open.state == 'S' || CommittedCount(head.open) > 0) return true;
-  return std::any_of(head.open.records.begin(), head.open.records.end(),
-                     [](const auto& entry) { return entry.second.state == 'S'; });
+  return head.open.state == 'S' || std::any_of(head.open.records.begin(), head.open.records.end(),
+                                               [](const auto& entry) { return entry.second.is_present(); });
 }
 
 void Model::Remove(int name) {

@@ -14,21 +14,18 @@ double Model::NormSquared(const ModelHead& head) {
   return sum;
 }
 
-ModelCounts Model::TotalsOf(const ModelStep& step) {
+std::vector<double> Model::TotalsOf(const ModelStep& step) {
+  double count = 0;
   ModelCounts totals;
   for (const auto& [id, record] : step.records) {
     if (record.state != 'C') continue;
+    ++count;
     totals.valid_tokens += record.counts.valid_tokens;
     totals.loss += record.counts.loss;
     totals.token_weight += record.counts.token_weight;
     totals.non_finite_rows += record.counts.non_finite_rows;
   }
-  return totals;
-}
-
-double Model::CommittedCount(const ModelStep& step) {
-  return static_cast<double>(
-      std::count_if(step.records.begin(), step.records.end(), [](const auto& entry) { return entry.second.state == 'C'; }));
+  return {count, totals.valid_tokens, totals.loss, totals.token_weight, totals.non_finite_rows};
 }
 
 namespace {
@@ -45,44 +42,42 @@ double NonFiniteCount(const ModelHead& head) {
 
 // ---- ends of steps and lives -----------------------------------------------------------------------------------------
 
+void Model::OpenStep(ModelHead& head, int64_t step) {
+  head.open = ModelStep();
+  head.open.number = step;
+  std::fill(head.gradient.begin(), head.gradient.end(), 0.0f);
+  std::fill(head.gradient_bias.begin(), head.gradient_bias.end(), 0.0f);
+  head.shadow.clear();
+  head.replaced.clear();
+  head.applied_reply.clear();
+}
+
 void Model::CloseStep(int name, char how) {
   DropAll(name);
   ModelHead& head = At(name);
   head.open.state = how;
   head.closed = head.open;
-  head.open = ModelStep();
-  head.open.number = head.closed->number + 1;
-  std::fill(head.gradient.begin(), head.gradient.end(), 0.0f);
-  std::fill(head.gradient_bias.begin(), head.gradient_bias.end(), 0.0f);
-  head.shadow.clear();
-  head.replaced.clear();
-  head.applied_reply.clear();
+  OpenStep(head, head.closed->number + 1);
+}
+
+void Model::Reset(int name, int64_t step) {
+  DropAll(name);
+  ModelHead& head = At(name);
+  head.closed.reset();
+  head.restored_checkpoint.clear();
+  OpenStep(head, step);
 }
 
 // The head's state is no longer a continuation.
 void Model::StartAgain(int name, int64_t step) {
-  DropAll(name);
-  ModelHead& head = At(name);
-  head.epoch = -1;
-  head.recovers.clear();
-  head.open = ModelStep();
-  head.open.number = step;
-  head.closed.reset();
-  head.restored_checkpoint.clear();
-  std::fill(head.gradient.begin(), head.gradient.end(), 0.0f);
-  std::fill(head.gradient_bias.begin(), head.gradient_bias.end(), 0.0f);
-  head.shadow.clear();
-  head.replaced.clear();
-  head.applied_reply.clear();
+  Reset(name, step);
+  At(name).epoch = -1;
+  At(name).recovers.clear();
 }
 
 void Model::Lose(int name) {
-  const int epoch = At(name).epoch;
-  const std::vector<int> recovers = At(name).recovers;
-  StartAgain(name, At(name).open.number);
   ModelHead& head = At(name);
-  head.epoch = epoch;
-  head.recovers = recovers;
+  Reset(name, head.open.number);
   head.state = 'X';
   head.has_weight = head.has_bias = head.has_checksum = false;
 }
@@ -113,20 +108,14 @@ std::string Model::CheckExpectation(const ModelStep& step, const heads::Expected
 }
 
 Expected Model::Seal(const Event& event) {
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
-  if (std::string problem = AwaitStep(event); !problem.empty()) return Refuse(problem);
   const Target& target = event.targets[0];
   if (std::string problem = CheckKey(target); !problem.empty()) return Refuse(problem);
   ModelHead& head = At(target.head);
   if (std::string problem = CheckExpectation(head.open, *event.expected); !problem.empty()) return Refuse(problem);
   const bool again = head.open.state == 'S';
   head.open.state = 'S';
-  if (Fails(event, "ComputeGradientStats")) return Refuse(ErrorReasonName(event.failure));
-  const ModelCounts totals = TotalsOf(head.open);
-  return {{"OK"},
-          {again ? 1.0 : 0.0, NormSquared(head), NonFiniteCount(head), CommittedCount(head.open), totals.valid_tokens, totals.loss,
-           totals.token_weight, totals.non_finite_rows}};
+  if (Fails(event, "ComputeGradientStats")) return Fail(event);
+  return Answer(Numbers(again, NormSquared(head), NonFiniteCount(head), TotalsOf(head.open)));
 }
 
 std::string Model::CheckApply(const ModelHead& head, const heads::ApplyArguments& arguments) const {
@@ -138,9 +127,6 @@ std::string Model::CheckApply(const ModelHead& head, const heads::ApplyArguments
 }
 
 Expected Model::Apply(const Event& event) {
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
-  if (std::string problem = AwaitStep(event); !problem.empty()) return Refuse(problem);
   const Target& target = event.targets[0];
   const heads::ApplyArguments& arguments = event.apply;
   if (std::string problem = CheckHead(target.head, target.epoch, true, 'R'); !problem.empty()) return Refuse(problem);
@@ -150,7 +136,7 @@ Expected Model::Apply(const Event& event) {
     const bool same_expectation =
         !event.expected.has_value() || !head.applied_expectation.has_value() || *event.expected == *head.applied_expectation;
     if (head.closed->state != 'A' || !(head.applied == arguments) || !same_expectation) return Refuse("STEP_CONFLICT");
-    Expected again{{"OK"}, head.applied_reply};
+    Expected again = Answer(head.applied_reply);
     again.numbers[0] = 1;
     return again;
   }
@@ -161,14 +147,11 @@ Expected Model::Apply(const Event& event) {
   } else if (head.open.state == 'O') {
     return Refuse("MISSING_FIELD");
   }
-  if (Fails(event, "ComputeGradientStats")) return Refuse(ErrorReasonName(event.failure));
+  if (Fails(event, "ComputeGradientStats")) return Fail(event);
   const double norm_squared = NormSquared(head) * arguments.gradient_factor * arguments.gradient_factor;
   const double norm = std::sqrt(norm_squared + arguments.other_grad_norm_squared);
   if (NonFiniteCount(head) > 0 || !std::isfinite(norm)) return Refuse("NON_FINITE_GRADIENT");
-  if (Fails(event, "ApplyOptimizer")) {
-    if (event.failure == ErrorReason::kEngineFailed) Lose(target.head);
-    return Refuse(ErrorReasonName(event.failure));
-  }
+  if (Fails(event, "ApplyOptimizer")) return Fail(event, {target.head});
   // As torch.nn.utils.clip_grad_norm_ does it.
   const double clip = arguments.max_grad_norm.has_value() ? std::min(1.0, *arguments.max_grad_norm / (norm + 1e-6)) : 1;
   const double multiplier = arguments.gradient_factor * clip;
@@ -186,54 +169,33 @@ Expected Model::Apply(const Event& event) {
   };
   update(head.tensors.weight, head.gradient, head.tensors.moment1, head.tensors.moment2);
   update(head.tensors.bias, head.gradient_bias, head.tensors.moment1_bias, head.tensors.moment2_bias);
-  const ModelCounts totals = TotalsOf(head.open);
-  const double committed = CommittedCount(head.open);
+  const std::vector<double> totals = TotalsOf(head.open);
   ++head.version;
   ++head.update_count;
   head.has_checksum = false;
   CloseStep(target.head, 'A');
   head.applied = arguments;
   head.applied_expectation = event.expected;
-  head.applied_reply = {0,
-                        static_cast<double>(head.open.number),
-                        static_cast<double>(head.version),
-                        norm,
-                        norm_squared,
-                        clip,
-                        committed,
-                        totals.valid_tokens,
-                        totals.loss,
-                        totals.token_weight,
-                        totals.non_finite_rows,
-                        static_cast<double>(head.update_count)};
-  return {{"OK"}, head.applied_reply};
+  head.applied_reply = Numbers(0, head.open.number, head.version, norm, norm_squared, clip, totals, head.update_count);
+  return Answer(head.applied_reply);
 }
 
 Expected Model::DiscardGradient(const Event& event) {
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
-  if (std::string problem = AwaitStep(event); !problem.empty()) return Refuse(problem);
   const Target& target = event.targets[0];
   if (std::string problem = CheckHead(target.head, target.epoch, true, 'R'); !problem.empty()) return Refuse(problem);
   ModelHead& head = At(target.head);
   if (head.closed.has_value() && head.closed->number == *target.step) {
     if (head.closed->state != 'D') return Refuse("STEP_CONFLICT");
-    return {{"OK"}, {static_cast<double>(head.open.number), 1}};
+    return Answer(Numbers(head.open.number, 1));
   }
   if (*target.step != head.open.number) return Refuse("STEP_MISMATCH");
-  if (Fails(event, "ZeroGradient")) {
-    if (event.failure == ErrorReason::kEngineFailed) Lose(target.head);
-    return Refuse(ErrorReasonName(event.failure));
-  }
+  if (Fails(event, "ZeroGradient")) return Fail(event, {target.head});
   CloseStep(target.head, 'D');
-  return {{"OK"}, {static_cast<double>(head.open.number), 0}};
+  return Answer(Numbers(head.open.number, 0));
 }
 
 // The trainer owns the optimizer: its weights close the step when all of them are there.
 Expected Model::Replace(const Event& event) {
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
-  if (std::string problem = AwaitStep(event); !problem.empty()) return Refuse(problem);
   const Target& target = event.targets[0];
   ModelHead& head = At(target.head);
   const HeadTensor tensor = event.tensors[0];
@@ -243,25 +205,25 @@ Expected Model::Replace(const Event& event) {
   if (event.wrong_size) problems.push_back("DATA_LENGTH_MISMATCH");
   if (std::string problem = CheckHead(target.head, target.epoch, true, 'R'); !problem.empty()) {
     problems.push_back(problem);
-    return {problems, {}};
+    return Refuse(problems);
   }
   const int64_t count = head.spec.vocab_size * (is_bias ? 1 : kWidth);
   const std::vector<float> values = MakeNumbers(event.numbers, count);
   if (head.closed.has_value() && head.closed->number == *target.step) {
     const auto found = head.replaced.find(tensor);
     const bool same = head.closed->state == 'R' && found != head.replaced.end() && found->second == values;
-    if (problems.empty() && same) return {{"OK"}, {1}};
+    if (problems.empty() && same) return Answer({1});
     problems.push_back("STEP_CONFLICT");
-    return {problems, {}};
+    return Refuse(problems);
   }
   if (*target.step != head.open.number) {
     problems.push_back("STEP_MISMATCH");
   } else if (head.open.state != 'S') {
     problems.push_back("STEP_NOT_SEALED");
   }
-  if (!problems.empty()) return {problems, {}};
+  if (!problems.empty()) return Refuse(problems);
   head.shadow[tensor] = values;
-  if (head.shadow.size() < (head.spec.has_bias ? 2u : 1u)) return {{"OK"}, {0}};
+  if (head.shadow.size() < (head.spec.has_bias ? 2u : 1u)) return Answer({0});
   if (Fails(event, "WriteTensor") || Fails(event, "ZeroGradient")) {
     const bool begun = Fails(event, "ZeroGradient") || event.failure == ErrorReason::kEngineFailed;
     if (begun) Lose(target.head);
@@ -274,41 +236,30 @@ Expected Model::Replace(const Event& event) {
   head.replaced = shadow;
   head.has_checksum = true;
   ++head.version;
-  return {{"OK"}, {1}};
+  return Answer({1});
 }
 
 Expected Model::ReadGradient(const Event& event) {
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
-  if (std::string problem = AwaitStep(event); !problem.empty()) return Refuse(problem);
   const Target& target = event.targets[0];
   if (std::string problem = CheckKey(target); !problem.empty()) return Refuse(problem);
   const ModelHead& head = At(target.head);
-  if (Fails(event, event.op == Op::kGradientNorm ? "ComputeGradientStats" : "ReadTensor")) {
-    return Refuse(ErrorReasonName(event.failure));
-  }
-  if (event.op == Op::kGradientNorm) return {{"OK"}, {NormSquared(head), NonFiniteCount(head)}};
-  return {{"OK"}, {head.gradient.begin(), head.gradient.end()}};
+  if (Fails(event, event.op == Op::kGradientNorm ? "ComputeGradientStats" : "ReadTensor")) return Fail(event);
+  return Answer(event.op == Op::kGradientNorm ? Numbers(NormSquared(head), NonFiniteCount(head)) : Numbers(head.gradient));
 }
 
 Expected Model::Take(const Event& event) {
-  if (std::string problem = FindHeads(event); !problem.empty()) return Refuse(problem);
-  if (event.deleted_handle) return {};
   const Target& target = event.targets[0];
   if (std::string problem = CheckHead(target.head, kNoEpoch, true, 'A'); !problem.empty()) return Refuse(problem);
   ModelHead& head = At(target.head);
   Reasons problems;
   if (head.state == 'X') problems.push_back("STEP_LOST");
   if (target.epoch != kNoEpoch && target.epoch != head.epoch) problems.push_back("EPOCH_FENCED");
-  if (!problems.empty()) return {problems, {}};
-  if (Fails(event, "ZeroGradient")) {
-    if (event.failure == ErrorReason::kEngineFailed) Lose(target.head);
-    return Refuse(ErrorReasonName(event.failure));
-  }
+  if (!problems.empty()) return Refuse(problems);
+  if (Fails(event, "ZeroGradient")) return Fail(event, {target.head});
   StartAgain(target.head, head.open.number);
   if (head.state == 'B') head.state = 'R';
   for (const int epoch : event.recovers) head.recovers.push_back(epoch < epoch_count_ ? epoch : kForeignEpoch);
-  return {{"OK"}, HeadNumbers(target.head)};
+  return Answer(HeadNumbers(target.head));
 }
 
 }  // namespace headwater::history
