@@ -24,6 +24,12 @@
 #define EXPECT_REASON(expression, reason) \
   EXPECT_EQ(::headwater::testing::ReasonOf(expression), ::headwater::ErrorReasonName(::headwater::ErrorReason::reason))
 
+// The error has this reason and, among its metadata, these: EXPECT_ERROR(call(), kStepMismatch, {"openStep", "5"}, {"step", "9"}).
+#define EXPECT_ERROR(expression, reason, ...)                                                                                   \
+  EXPECT_EQ(::headwater::testing::ErrorDifference(::headwater::testing::ToStatus(expression), ::headwater::ErrorReason::reason, \
+                                                  {__VA_ARGS__}),                                                               \
+            "")
+
 // Declares a variable with the value of a StatusOr; an error fails the test and leaves the function.
 #define ASSERT_OK_AND_ASSIGN(declaration, ...) \
   HEADWATER_ASSERT_AND_ASSIGN(HEADWATER_JOIN(result_of_line_, __LINE__), declaration, __VA_ARGS__)
@@ -46,6 +52,18 @@ template <typename T>
 std::string ReasonOf(const T& result) {
   const absl::Status status = ToStatus(result);
   return status.ok() ? "OK" : ErrorReasonName(GetErrorReason(status));
+}
+// Empty if the error has this reason and these among its metadata.
+inline std::string ErrorDifference(const absl::Status& status, ErrorReason reason, const ErrorMetadata& metadata) {
+  if (!HasReason(status, reason)) return ReasonOf(status) + " instead of " + ErrorReasonName(reason);
+  const ErrorMetadata actual = GetErrorMetadata(status);
+  std::string difference;
+  for (const auto& [key, value] : metadata) {
+    const auto found = actual.find(key);
+    const std::string is = found == actual.end() ? "missing" : found->second;
+    if (is != value) difference += key + " is " + is + " instead of " + value + "; ";
+  }
+  return difference;
 }
 
 }  // namespace headwater::testing

@@ -88,6 +88,9 @@ class CheckpointStoreTest : public ::testing::Test {
                                int64_t step = 7) {
     return store.Save("default", "student", Info(name, head.spec(), step), head, overwrite);
   }
+  absl::StatusOr<int64_t> Save(const std::string& name, bool overwrite = false, int64_t step = 7) {
+    return Save(*store_, *head_, name, overwrite, step);
+  }
   // Saves five times from each of four threads, under the name that `name_of(thread, repeat)` gives.
   void SaveFromManyThreads(CheckpointStore& store, const std::function<std::string(int, int)>& name_of) {
     std::vector<std::unique_ptr<EngineHead>> heads;
@@ -137,6 +140,8 @@ class CheckpointStoreTest : public ::testing::Test {
   std::vector<std::unique_ptr<FakeEngine>> engines_;
   TemporaryDirectory directory_;
   FaultyFileSystem files_;
+  std::unique_ptr<CheckpointStore> store_ = OpenStore();
+  const std::unique_ptr<EngineHead> head_ = NewHead(FullSpec(), 2, 9);
 };
 
 TEST(CheckpointNameTest, NamesCannotLeaveTheirPlace) {
@@ -150,25 +155,22 @@ TEST(CheckpointNameTest, NamesCannotLeaveTheirPlace) {
 }
 
 TEST_F(CheckpointStoreTest, WrongNamesAreRefusedEverywhere) {
-  const std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
-  EXPECT_REASON(Save(*store, *head, "../x"), kInvalidName);
-  EXPECT_REASON(store->Save("..", "student", Info("x", head->spec(), 0), *head, false), kInvalidName);
-  EXPECT_REASON(store->Save("default", "a/b", Info("x", head->spec(), 0), *head, false), kInvalidName);
-  EXPECT_REASON(store->Read("default", "student", ".."), kInvalidName);
-  EXPECT_REASON(store->Load("default", "..", "x", *head), kInvalidName);
-  EXPECT_REASON(store->ListNewestFirst("default", ""), kInvalidName);
-  EXPECT_REASON(store->FindComebacks("default", "../student"), kInvalidName);
-  EXPECT_REASON(store->Forget("..", "student"), kInvalidName);
+  EXPECT_REASON(Save("../x"), kInvalidName);
+  EXPECT_REASON(store_->Save("..", "student", Info("x", head_->spec(), 0), *head_, false), kInvalidName);
+  EXPECT_REASON(store_->Save("default", "a/b", Info("x", head_->spec(), 0), *head_, false), kInvalidName);
+  EXPECT_REASON(store_->Read("default", "student", ".."), kInvalidName);
+  EXPECT_REASON(store_->Load("default", "..", "x", *head_), kInvalidName);
+  EXPECT_REASON(store_->ListNewestFirst("default", ""), kInvalidName);
+  EXPECT_REASON(store_->FindComebacks("default", "../student"), kInvalidName);
+  EXPECT_REASON(store_->Forget("..", "student"), kInvalidName);
 }
 
 TEST_F(CheckpointStoreTest, RoundTripsAcrossShardCounts) {
-  const std::unique_ptr<CheckpointStore> store = OpenStore();
   for (const HeadSpec& spec : {FullSpec(), SmallSpec()}) {
     for (const int32_t from : {1, 2, 3, 7}) {
       const std::unique_ptr<EngineHead> saved = NewHead(spec, from, 100 * from);
       const std::string name = "from-" + std::to_string(from);
-      ASSERT_OK_AND_ASSIGN(const int64_t bytes, Save(*store, *saved, name, true));
+      ASSERT_OK_AND_ASSIGN(const int64_t bytes, Save(*store_, *saved, name, true));
       int64_t on_disk = 0;
       for (const auto& entry : std::filesystem::directory_iterator(head_directory() + "/" + name)) {
         on_disk += static_cast<int64_t>(entry.file_size());
@@ -176,7 +178,7 @@ TEST_F(CheckpointStoreTest, RoundTripsAcrossShardCounts) {
       EXPECT_EQ(bytes, on_disk);
       for (const int32_t to : {1, 2, 3, 7}) {
         const std::unique_ptr<EngineHead> loaded = NewHead(spec, to, 5);
-        ASSERT_OK_AND_ASSIGN(const CheckpointInfo info, store->Load("default", "student", name, *loaded));
+        ASSERT_OK_AND_ASSIGN(const CheckpointInfo info, store_->Load("default", "student", name, *loaded));
         EXPECT_EQ(info.step, 7);
         EXPECT_EQ(info.update_count, 6);
         EXPECT_EQ(info.spec.optimizer, spec.optimizer);
@@ -188,13 +190,11 @@ TEST_F(CheckpointStoreTest, RoundTripsAcrossShardCounts) {
 }
 
 TEST_F(CheckpointStoreTest, StagingSlotsAndInitialStepDoNotMatterOtherFieldsDo) {
-  const std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> saved = NewHead(FullSpec(), 2, 9);
-  ASSERT_OK(Save(*store, *saved, "x"));
+  ASSERT_OK(Save("x"));
   HeadSpec spec = FullSpec();
   spec.staging_slots = 5;
   spec.initial_step = 900;
-  EXPECT_OK(store->Load("default", "student", "x", *NewHead(spec, 1, 3)));
+  EXPECT_OK(store_->Load("default", "student", "x", *NewHead(spec, 1, 3)));
   const std::function<void(HeadSpec&)> changes[] = {
       [](HeadSpec& s) { s.vocab_size = 12; },
       [](HeadSpec& s) { s.hidden_size = 4; },
@@ -211,22 +211,20 @@ TEST_F(CheckpointStoreTest, StagingSlotsAndInitialStepDoNotMatterOtherFieldsDo) 
     change(spec);
     const std::unique_ptr<EngineHead> other = NewHead(spec, 1, 3);
     const std::vector<std::string> before = Contents(*other);
-    EXPECT_REASON(store->Load("default", "student", "x", *other), kCheckpointSpecMismatch);
+    EXPECT_REASON(store_->Load("default", "student", "x", *other), kCheckpointSpecMismatch);
     EXPECT_EQ(Contents(*other), before);
   }
 }
 
 TEST_F(CheckpointStoreTest, ReadsAndLists) {
-  const std::unique_ptr<CheckpointStore> store = OpenStore();
-  EXPECT_TRUE(store->ListNewestFirst("default", "student")->newest_first.empty());
-  EXPECT_REASON(store->Read("default", "student", "x"), kCheckpointNotFound);
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
-  EXPECT_REASON(store->Load("default", "student", "x", *head), kCheckpointNotFound);
-  ASSERT_OK(Save(*store, *head, "b", false, 3));
-  ASSERT_OK(Save(*store, *head, "a", false, 5));
+  EXPECT_TRUE(store_->ListNewestFirst("default", "student")->newest_first.empty());
+  EXPECT_REASON(store_->Read("default", "student", "x"), kCheckpointNotFound);
+  EXPECT_REASON(store_->Load("default", "student", "x", *head_), kCheckpointNotFound);
+  ASSERT_OK(Save("b", false, 3));
+  ASSERT_OK(Save("a", false, 5));
   WriteFile(head_directory() + "/broken/manifest.json", "{}");
   std::filesystem::create_directories(head_directory() + "/no-manifest");
-  ASSERT_OK_AND_ASSIGN(const CheckpointStore::Catalogue list, store->ListNewestFirst("default", "student"));
+  ASSERT_OK_AND_ASSIGN(const CheckpointStore::Catalogue list, store_->ListNewestFirst("default", "student"));
   ASSERT_EQ(list.newest_first.size(), 2u);
   EXPECT_EQ(list.newest_first[0].name, "a");
   EXPECT_EQ(list.newest_first[0].step, 5);
@@ -235,36 +233,32 @@ TEST_F(CheckpointStoreTest, ReadsAndLists) {
   EXPECT_EQ(list.newest_first[1].name, "b");
   EXPECT_EQ(list.newest_first[1].sequence, 1);
   WriteFile(head_directory() + "/a-file", "is not a checkpoint");
-  EXPECT_EQ(store->ListNewestFirst("default", "student")->newest_first.size(), 2u);
-  EXPECT_EQ(store->ListNewestFirst("default", "student")->damaged, (std::vector<std::string>{"broken", "no-manifest"}));
-  EXPECT_REASON(store->Read("default", "student", "broken"), kFileCorrupt);
-  EXPECT_REASON(store->Read("default", "student", "no-manifest"), kCheckpointNotFound);
+  EXPECT_EQ(store_->ListNewestFirst("default", "student")->newest_first.size(), 2u);
+  EXPECT_EQ(store_->ListNewestFirst("default", "student")->damaged, (std::vector<std::string>{"broken", "no-manifest"}));
+  EXPECT_REASON(store_->Read("default", "student", "broken"), kFileCorrupt);
+  EXPECT_REASON(store_->Read("default", "student", "no-manifest"), kCheckpointNotFound);
 }
 
 TEST_F(CheckpointStoreTest, ExistingOnesAreReplacedOnlyIfAsked) {
-  const std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> first = NewHead(FullSpec(), 2, 9);
   const std::unique_ptr<EngineHead> second = NewHead(FullSpec(), 3, 99);
-  ASSERT_OK(Save(*store, *first, "x"));
-  EXPECT_REASON(Save(*store, *second, "x"), kCheckpointAlreadyExists);
+  ASSERT_OK(Save("x"));
+  EXPECT_REASON(Save(*store_, *second, "x"), kCheckpointAlreadyExists);
   const std::unique_ptr<EngineHead> loaded = NewHead(FullSpec(), 1, 1);
-  ASSERT_OK(store->Load("default", "student", "x", *loaded));
-  EXPECT_EQ(Contents(*loaded), Contents(*first));
-  ASSERT_OK(Save(*store, *second, "x", true));
-  ASSERT_OK(store->Load("default", "student", "x", *loaded));
+  ASSERT_OK(store_->Load("default", "student", "x", *loaded));
+  EXPECT_EQ(Contents(*loaded), Contents(*head_));
+  ASSERT_OK(Save(*store_, *second, "x", true));
+  ASSERT_OK(store_->Load("default", "student", "x", *loaded));
   EXPECT_EQ(Contents(*loaded), Contents(*second));
   files_.DisableExchange();
-  ASSERT_OK(Save(*store, *first, "x", true));
-  ASSERT_OK(store->Load("default", "student", "x", *loaded));
-  EXPECT_EQ(Contents(*loaded), Contents(*first));
+  ASSERT_OK(Save("x", true));
+  ASSERT_OK(store_->Load("default", "student", "x", *loaded));
+  EXPECT_EQ(Contents(*loaded), Contents(*head_));
   EXPECT_EQ(Entries(), std::vector<std::string>{"x"});
 }
 
 TEST_F(CheckpointStoreTest, EverythingIsSyncedBeforeTheRename) {
-  const std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
   files_.Reset();
-  ASSERT_OK(Save(*store, *head, "x"));
+  ASSERT_OK(Save("x"));
   std::vector<std::string> order;
   for (const std::string& change : files_.changes()) {
     if (absl::StartsWith(change, "sync") || absl::StartsWith(change, "rename"))
@@ -275,14 +269,12 @@ TEST_F(CheckpointStoreTest, EverythingIsSyncedBeforeTheRename) {
                                              // the mark of a live head, then the checkpoint
                                              "sync ", "rename ", "syncdir student", "rename ", "syncdir student"}));
   files_.Reset();
-  ASSERT_OK(Save(*store, *head, "y"));  // the mark is there
+  ASSERT_OK(Save("y"));  // the mark is there
   EXPECT_EQ(std::count(files_.changes().begin(), files_.changes().end(), "syncdir student"), 1);
 }
 
 TEST_F(CheckpointStoreTest, EveryDamageIsFoundBeforeAnythingIsWritten) {
-  const std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> saved = NewHead(FullSpec(), 2, 9);
-  ASSERT_OK(Save(*store, *saved, "x"));
+  ASSERT_OK(Save("x"));
   const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 3, 55);
   const std::vector<std::string> before = Contents(*head);
   const std::string shard = head_directory() + "/x/shard-00001-of-00002.safetensors";
@@ -290,7 +282,7 @@ TEST_F(CheckpointStoreTest, EveryDamageIsFoundBeforeAnythingIsWritten) {
   const auto damaged = [&](const std::string& path, const std::string& bytes) {
     const std::string good = ReadFile(path);
     WriteFile(path, bytes);
-    const std::string reason = headwater::testing::ReasonOf(store->Load("default", "student", "x", *head));
+    const std::string reason = headwater::testing::ReasonOf(store_->Load("default", "student", "x", *head));
     EXPECT_EQ(Contents(*head), before);
     WriteFile(path, good);
     return reason;
@@ -317,24 +309,22 @@ TEST_F(CheckpointStoreTest, EveryDamageIsFoundBeforeAnythingIsWritten) {
     EXPECT_EQ(damaged(manifest, manifest_bytes.substr(0, length)), "FILE_CORRUPT") << length;
   }
   std::filesystem::remove(shard);
-  EXPECT_REASON(store->Load("default", "student", "x", *head), kFileCorrupt);
+  EXPECT_REASON(store_->Load("default", "student", "x", *head), kFileCorrupt);
   std::filesystem::create_symlink("/etc/passwd", shard);
-  EXPECT_REASON(store->Load("default", "student", "x", *head), kFileCorrupt);
+  EXPECT_REASON(store_->Load("default", "student", "x", *head), kFileCorrupt);
   std::filesystem::remove(manifest);
-  EXPECT_REASON(store->Load("default", "student", "x", *head), kCheckpointNotFound);
+  EXPECT_REASON(store_->Load("default", "student", "x", *head), kCheckpointNotFound);
   EXPECT_EQ(Contents(*head), before);
 }
 
 TEST_F(CheckpointStoreTest, AnEngineThatFailsIsReportedAsSuch) {
-  const std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
-  ASSERT_OK(Save(*store, *head, "x"));
+  ASSERT_OK(Save("x"));
   engines_.back()->control().FailNext("WriteTensor", MakeError(ErrorReason::kEngineFailed, "gone"), 1);
-  EXPECT_REASON(store->Load("default", "student", "x", *head), kEngineFailed);
+  EXPECT_REASON(store_->Load("default", "student", "x", *head_), kEngineFailed);
   engines_.back()->control().FailNext("WriteTensor", MakeError(ErrorReason::kInvalidField, "no"), 1);
-  EXPECT_REASON(store->Load("default", "student", "x", *head), kInternal);
+  EXPECT_REASON(store_->Load("default", "student", "x", *head_), kInternal);
   engines_.back()->control().FailNext("ReadTensor", MakeError(ErrorReason::kEngineFailed, "gone"), 1);
-  EXPECT_REASON(Save(*store, *head, "y"), kEngineFailed);
+  EXPECT_REASON(Save("y"), kEngineFailed);
   EXPECT_EQ(Entries(), std::vector<std::string>{"x"});
 }
 
@@ -351,7 +341,6 @@ class CheckpointCrashTest : public CheckpointStoreTest, public ::testing::WithPa
     if (!GetParam().exchanges) files_.DisableExchange();
     old_ = NewHead(FullSpec(), 2, 9);
     new_ = NewHead(FullSpec(), 3, 99);
-    store_ = OpenStore();
     Begin();
   }
   // What there is before the save that fails.
@@ -373,7 +362,6 @@ class CheckpointCrashTest : public CheckpointStoreTest, public ::testing::WithPa
   }
 
   std::unique_ptr<EngineHead> old_, new_;
-  std::unique_ptr<CheckpointStore> store_;
 };
 
 TEST_P(CheckpointCrashTest, OneWholeVersionSurvivesACrashAtEveryPoint) {
@@ -437,62 +425,55 @@ INSTANTIATE_TEST_SUITE_P(Ways, CheckpointCrashTest,
 // ---- removing --------------------------------------------------------------------------------------------------------
 
 TEST_F(CheckpointStoreTest, TheNewestOfASeriesStay) {
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
-  std::unique_ptr<CheckpointStore> store = OpenStore();
-  for (const char* name : {"step-1", "step-2", "step-3"}) ASSERT_OK(Save(*store, *head, name));
+  for (const char* name : {"step-1", "step-2", "step-3"}) ASSERT_OK(Save(name));
   EXPECT_EQ(Entries().size(), 3u);  // without a bound all stay
 
-  store = OpenStore(2);
-  for (const char* name : {"best", "4", "run-7.final", "step", "other-1"}) ASSERT_OK(Save(*store, *head, name));
+  store_ = OpenStore(2);
+  for (const char* name : {"best", "4", "run-7.final", "step", "other-1"}) ASSERT_OK(Save(name));
   EXPECT_EQ(Entries().size(), 8u);  // each is of another series
-  ASSERT_OK(Save(*store, *head, "step-4"));
+  ASSERT_OK(Save("step-4"));
   EXPECT_EQ(Entries(), (std::vector<std::string>{"4", "best", "other-1", "run-7.final", "step", "step-3", "step-4"}));
   // By age, not by number; one that is replaced is new again.
-  ASSERT_OK(Save(*store, *head, "step-3", true, 3));
-  ASSERT_OK(Save(*store, *head, "step-1", false, 1));
+  ASSERT_OK(Save("step-3", true, 3));
+  ASSERT_OK(Save("step-1", false, 1));
   EXPECT_EQ(Entries(), (std::vector<std::string>{"4", "best", "other-1", "run-7.final", "step", "step-1", "step-3"}));
-  const std::string steps = store->Steps("default", "student");
+  const std::string steps = store_->Steps("default", "student");
   EXPECT_TRUE(absl::StartsWith(steps, "step-1=1,step-3=3,other-1=7,")) << steps;
-  EXPECT_EQ(store->Steps("default", "nobody"), "");
+  EXPECT_EQ(store_->Steps("default", "nobody"), "");
   // Whole entries, and not more than an error can carry.
   for (const char letter : {'a', 'b', 'c', 'd', 'e'})
-    ASSERT_OK(store->Save("a", "long", Info(std::string(128, letter), head->spec(), 7), *head, false));
-  EXPECT_EQ(store->Steps("a", "long"),
+    ASSERT_OK(store_->Save("a", "long", Info(std::string(128, letter), head_->spec(), 7), *head_, false));
+  EXPECT_EQ(store_->Steps("a", "long"),
             absl::StrCat(std::string(128, 'e'), "=7,", std::string(128, 'd'), "=7,", std::string(128, 'c'), "=7"));
-  const absl::Status missing = store->Load("default", "student", "step-4", *head).status();
-  EXPECT_REASON(missing, kCheckpointNotFound);
-  EXPECT_EQ(GetErrorMetadata(missing).at("checkpoints"), steps);
+  EXPECT_ERROR(store_->Load("default", "student", "step-4", *head_), kCheckpointNotFound, {"checkpoints", steps});
 }
 
 TEST_F(CheckpointStoreTest, OtherHeadsAndFormerOnesKeepTheirs) {
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
-  const std::unique_ptr<CheckpointStore> store = OpenStore(1);
-  ASSERT_OK(store->Save("default", "other", Info("step-1", head->spec(), 1), *head, false));
-  ASSERT_OK(Save(*store, *head, "step-1"));
-  EXPECT_OK(store->Forget("default", "student"));
-  ASSERT_OK(Save(*store, *head, "step-2"));
-  ASSERT_OK(Save(*store, *head, "step-3"));
+  store_ = OpenStore(1);
+  ASSERT_OK(store_->Save("default", "other", Info("step-1", head_->spec(), 1), *head_, false));
+  ASSERT_OK(Save("step-1"));
+  EXPECT_OK(store_->Forget("default", "student"));
+  ASSERT_OK(Save("step-2"));
+  ASSERT_OK(Save("step-3"));
   EXPECT_EQ(Entries(), (std::vector<std::string>{"step-1", "step-3"}));
-  EXPECT_EQ(store->ListNewestFirst("default", "other")->newest_first.size(), 1u);
+  EXPECT_EQ(store_->ListNewestFirst("default", "other")->newest_first.size(), 1u);
 }
 
 TEST_F(CheckpointStoreTest, ASaveStaysThoughAnotherServerHasNumberedHigher) {
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
-  const std::unique_ptr<CheckpointStore> store = OpenStore(1);
-  ASSERT_OK(Save(*store, *head, "step-1"));
+  store_ = OpenStore(1);
+  ASSERT_OK(Save("step-1"));
   const std::unique_ptr<CheckpointStore> other = OpenStore(1);
-  for (const char* name : {"step-2", "step-3", "step-4"}) ASSERT_OK(Save(*other, *head, name));
-  ASSERT_OK(Save(*store, *head, "step-5"));
+  for (const char* name : {"step-2", "step-3", "step-4"}) ASSERT_OK(Save(*other, *head_, name));
+  ASSERT_OK(Save("step-5"));
   EXPECT_THAT(Entries(), ::testing::Contains("step-5"));
 }
 
 TEST_F(CheckpointStoreTest, WhatIsBeyondTheNumberToKeepGoesBeforeAnotherOneIsWritten) {
   const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
-  std::unique_ptr<CheckpointStore> store = OpenStore();
-  for (const char* name : {"best", "step-1", "step-2", "step-3", "step-4"}) ASSERT_OK(Save(*store, *head, name));
-  store = OpenStore(2);
+  for (const char* name : {"best", "step-1", "step-2", "step-3", "step-4"}) ASSERT_OK(Save(*store_, *head, name));
+  store_ = OpenStore(2);
   files_.Reset();
-  ASSERT_OK(Save(*store, *head, "step-5"));
+  ASSERT_OK(Save(*store_, *head, "step-5"));
   EXPECT_EQ(Entries(), (std::vector<std::string>{"best", "step-4", "step-5"}));
   std::vector<std::string> order;
   for (const std::string& change : files_.changes()) {
@@ -503,49 +484,46 @@ TEST_F(CheckpointStoreTest, WhatIsBeyondTheNumberToKeepGoesBeforeAnotherOneIsWri
 }
 
 TEST_F(CheckpointStoreTest, AMarkThatIsDamagedSparesFormerHeads) {
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
-  std::unique_ptr<CheckpointStore> store = OpenStore(1);
-  ASSERT_OK(Save(*store, *head, "step-1"));
-  ASSERT_OK(store->Forget("default", "student"));
-  ASSERT_OK(Save(*store, *head, "step-2"));
+  store_ = OpenStore(1);
+  ASSERT_OK(Save("step-1"));
+  ASSERT_OK(store_->Forget("default", "student"));
+  ASSERT_OK(Save("step-2"));
   WriteFile(head_directory() + "/.live", "{");
-  store = OpenStore(1);
-  ASSERT_OK(Save(*store, *head, "step-3"));
+  store_ = OpenStore(1);
+  ASSERT_OK(Save("step-3"));
   EXPECT_EQ(Entries(), (std::vector<std::string>{"step-1", "step-3"}));
-  EXPECT_EQ(store->Read("default", "student", "step-3")->first_sequence, 2);
+  EXPECT_EQ(store_->Read("default", "student", "step-3")->first_sequence, 2);
 }
 
 // The new one is durable before an old one goes; an old one is whole or gone.
 TEST_F(CheckpointStoreTest, RemovingSurvivesACrashAndAFullDiskAtEveryPoint) {
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
   const auto begin = [&] {
     files_.Reset();
     std::filesystem::remove_all(root() + "/default");
-    std::unique_ptr<CheckpointStore> store = OpenStore(2);
-    for (const char* name : {"step-1", "step-2"}) EXPECT_OK(Save(*store, *head, name));
+    store_ = OpenStore(2);
+    for (const char* name : {"step-1", "step-2"}) EXPECT_OK(Save(name));
     files_.Reset();
-    return store;
   };
-  std::unique_ptr<CheckpointStore> store = begin();
-  ASSERT_OK(Save(*store, *head, "step-3"));
+  begin();
+  ASSERT_OK(Save("step-3"));
   const std::vector<std::string> changes = files_.changes();
   int removed = 0;
   int kept_three = 0;
   for (const bool crashes : {true, false}) {
     for (int point = 0; point < static_cast<int>(changes.size()); ++point) {
       SCOPED_TRACE(absl::StrCat(crashes ? "crash at " : "disk full at ", point, ": ", changes[static_cast<size_t>(point)]));
-      store = begin();
+      begin();
       if (crashes) {
         files_.CrashAt(point);
       } else {
         files_.FailAt(point, MakeError(ErrorReason::kDiskFull, "no space left"));
       }
-      const absl::StatusOr<int64_t> saved = Save(*store, *head, "step-3");
+      const absl::StatusOr<int64_t> saved = Save("step-3");
       files_.Reset();
-      store = OpenStore(2);
-      const std::vector<std::string> names = Comebacks(*store);
+      store_ = OpenStore(2);
+      const std::vector<std::string> names = Comebacks(*store_);
       EXPECT_EQ(names.size(), Entries().size());
-      for (const std::string& name : names) EXPECT_OK(store->Load("default", "student", name, *head));
+      for (const std::string& name : names) EXPECT_OK(store_->Load("default", "student", name, *head_));
       EXPECT_NE(std::find(names.begin(), names.end(), "step-2"), names.end());
       const bool has_new = names.front() == "step-3";
       if (saved.ok()) {
@@ -559,8 +537,8 @@ TEST_F(CheckpointStoreTest, RemovingSurvivesACrashAndAFullDiskAtEveryPoint) {
       removed += names.size() == 2 && has_new;
       kept_three += names.size() == 3;
       // What stayed because it could not be removed goes with the next one.
-      ASSERT_OK(Save(*store, *head, "step-4"));
-      EXPECT_EQ(Comebacks(*store).size(), 2u);
+      ASSERT_OK(Save("step-4"));
+      EXPECT_EQ(Comebacks(*store_).size(), 2u);
     }
   }
   EXPECT_GT(removed, 0);
@@ -570,168 +548,154 @@ TEST_F(CheckpointStoreTest, RemovingSurvivesACrashAndAFullDiskAtEveryPoint) {
 // ---- heads that come back --------------------------------------------------------------------------------------------
 
 TEST_F(CheckpointStoreTest, CheckpointsAreNumberedInTheOrderOfSaving) {
-  std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
-  for (const char* name : {"c", "a", "b"}) ASSERT_OK(Save(*store, *head, name));
-  EXPECT_EQ(Comebacks(*store), (std::vector<std::string>{"b", "a", "c"}));
-  store = OpenStore();  // numbers go on
-  ASSERT_OK(Save(*store, *head, "a", true));
-  EXPECT_EQ(Comebacks(*store), (std::vector<std::string>{"a", "b", "c"}));
-  EXPECT_EQ(store->Read("default", "student", "a")->sequence, 4);
+  for (const char* name : {"c", "a", "b"}) ASSERT_OK(Save(name));
+  EXPECT_EQ(Comebacks(*store_), (std::vector<std::string>{"b", "a", "c"}));
+  store_ = OpenStore();  // numbers go on
+  ASSERT_OK(Save("a", true));
+  EXPECT_EQ(Comebacks(*store_), (std::vector<std::string>{"a", "b", "c"}));
+  EXPECT_EQ(store_->Read("default", "student", "a")->sequence, 4);
   // Checkpoints that are removed by hand: the next one still counts as the head's own.
   for (const char* name : {"a", "b", "c"}) std::filesystem::remove_all(head_directory() + "/" + name);
-  EXPECT_FALSE(IsLive(*store));
-  store = OpenStore();
-  ASSERT_OK(Save(*store, *head, "d"));
-  EXPECT_EQ(Comebacks(*store), std::vector<std::string>{"d"});
+  EXPECT_FALSE(IsLive(*store_));
+  store_ = OpenStore();
+  ASSERT_OK(Save("d"));
+  EXPECT_EQ(Comebacks(*store_), std::vector<std::string>{"d"});
 }
 
 TEST_F(CheckpointStoreTest, SavedHeadsAreLiveUntilTheyAreForgotten) {
-  const std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
-  EXPECT_TRUE(store->LiveHeads()->empty());
-  EXPECT_OK(store->Forget("default", "student"));  // of which nothing is known
-  ASSERT_OK(store->Save("b", "x", Info("1", head->spec(), 1), *head, false));
-  ASSERT_OK(store->Save("a", "y", Info("1", head->spec(), 1), *head, false));
-  ASSERT_OK(store->Save("a", "x", Info("1", head->spec(), 1), *head, false));
-  EXPECT_EQ(*store->LiveHeads(), (LiveNames{{"a", "x"}, {"a", "y"}, {"b", "x"}}));
-  EXPECT_OK(store->Forget("a", "x"));
-  EXPECT_OK(store->Forget("a", "x"));
+  EXPECT_TRUE(store_->LiveHeads()->empty());
+  EXPECT_OK(store_->Forget("default", "student"));  // of which nothing is known
+  ASSERT_OK(store_->Save("b", "x", Info("1", head_->spec(), 1), *head_, false));
+  ASSERT_OK(store_->Save("a", "y", Info("1", head_->spec(), 1), *head_, false));
+  ASSERT_OK(store_->Save("a", "x", Info("1", head_->spec(), 1), *head_, false));
+  EXPECT_EQ(*store_->LiveHeads(), (LiveNames{{"a", "x"}, {"a", "y"}, {"b", "x"}}));
+  EXPECT_OK(store_->Forget("a", "x"));
+  EXPECT_OK(store_->Forget("a", "x"));
   EXPECT_EQ(*OpenStore()->LiveHeads(), (LiveNames{{"a", "y"}, {"b", "x"}}));
-  EXPECT_EQ(store->ListNewestFirst("a", "x")->newest_first.size(), 1u);  // stays
-  EXPECT_TRUE(store->FindComebacks("a", "x")->empty());
-  ASSERT_OK(store->Save("a", "x", Info("2", head->spec(), 1), *head, false));
+  EXPECT_EQ(store_->ListNewestFirst("a", "x")->newest_first.size(), 1u);  // stays
+  EXPECT_TRUE(store_->FindComebacks("a", "x")->empty());
+  ASSERT_OK(store_->Save("a", "x", Info("2", head_->spec(), 1), *head_, false));
   EXPECT_EQ(*OpenStore()->LiveHeads(), (LiveNames{{"a", "x"}, {"a", "y"}, {"b", "x"}}));
 }
 
 TEST_F(CheckpointStoreTest, AHeadDoesNotComeBackFromWhatAnEarlierOneLeft) {
-  std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
-  ASSERT_OK(Save(*store, *head, "old-1"));
-  ASSERT_OK(Save(*store, *head, "old-2"));
-  EXPECT_OK(store->Forget("default", "student"));
+  ASSERT_OK(Save("old-1"));
+  ASSERT_OK(Save("old-2"));
+  EXPECT_OK(store_->Forget("default", "student"));
   for (const bool restart : {false, true}) {
-    if (restart) store = OpenStore();
-    ASSERT_OK(Save(*store, *head, "new", true));
-    EXPECT_EQ(Comebacks(*store), std::vector<std::string>{"new"}) << restart;
-    EXPECT_TRUE(IsLive(*store));
-    EXPECT_OK(store->Forget("default", "student"));
-    EXPECT_FALSE(IsLive(*store));
+    if (restart) store_ = OpenStore();
+    ASSERT_OK(Save("new", true));
+    EXPECT_EQ(Comebacks(*store_), std::vector<std::string>{"new"}) << restart;
+    EXPECT_TRUE(IsLive(*store_));
+    EXPECT_OK(store_->Forget("default", "student"));
+    EXPECT_FALSE(IsLive(*store_));
     EXPECT_FALSE(IsLive(*OpenStore()));
   }
   // A head whose first save fails leaves a mark without a checkpoint of its own.
   files_.Reset();
-  ASSERT_OK(Save(*store, *head, "probe"));
+  ASSERT_OK(Save("probe"));
   const size_t changes = files_.changes().size();
-  EXPECT_OK(store->Forget("default", "student"));
+  EXPECT_OK(store_->Forget("default", "student"));
   int marks = 0;
   for (size_t point = 0; point < changes; ++point) {
     files_.Reset();
     files_.FailAt(static_cast<int>(point), MakeError(ErrorReason::kDiskFull, "no space left"));
-    if (Save(*store, *head, "failed").ok()) std::filesystem::remove_all(head_directory() + "/failed");  // a removal that may fail
+    if (Save("failed").ok()) std::filesystem::remove_all(head_directory() + "/failed");  // a removal that may fail
     const bool has_mark = std::filesystem::exists(head_directory() + "/.live");
-    EXPECT_FALSE(IsLive(*store)) << point;
+    EXPECT_FALSE(IsLive(*store_)) << point;
     files_.Reset();
     if (has_mark && marks++ == 0) {
-      EXPECT_TRUE(store->Continue("default", "student", *store->Read("default", "student", "old-2")));
-      EXPECT_EQ(Comebacks(*store), (std::vector<std::string>{"old-2", "old-1"}));
-      ASSERT_OK(Save(*store, *head, "newest"));
+      EXPECT_TRUE(store_->Continue("default", "student", *store_->Read("default", "student", "old-2")));
+      EXPECT_EQ(Comebacks(*store_), (std::vector<std::string>{"old-2", "old-1"}));
+      ASSERT_OK(Save("newest"));
       EXPECT_EQ(Comebacks(*OpenStore()), (std::vector<std::string>{"newest", "old-2", "old-1"}));
     }
-    EXPECT_OK(store->Forget("default", "student"));
+    EXPECT_OK(store_->Forget("default", "student"));
   }
   EXPECT_GT(marks, 0);
 }
 
 TEST_F(CheckpointStoreTest, ADamagedMarkStillCounts) {
-  std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
-  ASSERT_OK(Save(*store, *head, "x"));
+  ASSERT_OK(Save("x"));
   EXPECT_EQ(ReadFile(head_directory() + "/.live"), "{\"first_sequence\":1}");
   for (const std::string& bytes :
        {std::string(), std::string("{"), std::string("{}"), std::string("{\"first_sequence\":-1}"), std::string(10000, '{')}) {
     WriteFile(head_directory() + "/.live", bytes);
-    store = OpenStore();
-    EXPECT_EQ(Comebacks(*store), std::vector<std::string>{"x"}) << bytes.substr(0, 30);
-    ASSERT_OK(Save(*store, *head, "y", true));
-    EXPECT_EQ(Comebacks(*store), (std::vector<std::string>{"y", "x"}));
+    store_ = OpenStore();
+    EXPECT_EQ(Comebacks(*store_), std::vector<std::string>{"x"}) << bytes.substr(0, 30);
+    ASSERT_OK(Save("y", true));
+    EXPECT_EQ(Comebacks(*store_), (std::vector<std::string>{"y", "x"}));
     std::filesystem::remove_all(head_directory() + "/y");
   }
   // One that claims to be in the far future leaves nothing to come back from, and does not overflow.
   WriteFile(head_directory() + "/.live", "{\"first_sequence\":9223372036854775807}");
-  store = OpenStore();
-  EXPECT_FALSE(IsLive(*store));
+  store_ = OpenStore();
+  EXPECT_FALSE(IsLive(*store_));
   for (int i = 0; i < 2; ++i) {
-    ASSERT_OK(Save(*store, *head, "y", true));
-    EXPECT_EQ(Comebacks(*store), std::vector<std::string>{"y"});
+    ASSERT_OK(Save("y", true));
+    EXPECT_EQ(Comebacks(*store_), std::vector<std::string>{"y"});
   }
 }
 
 TEST_F(CheckpointStoreTest, ManifestsOfOlderVersionsAreRead) {
-  const std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 2, 9);
-  ASSERT_OK(Save(*store, *head, "x"));
+  ASSERT_OK(Save("x"));
   const auto rewrite = [this](const std::function<void(nlohmann::json&)>& change) { RewriteManifest("x", change); };
-  EXPECT_EQ(store->Read("default", "student", "x")->spec.staging_slots, 2);
+  EXPECT_EQ(store_->Read("default", "student", "x")->spec.staging_slots, 2);
   for (const nlohmann::json& wrong : {nlohmann::json(-1), nlohmann::json("1"), nlohmann::json(int64_t{1} << 31)}) {
     rewrite([&](nlohmann::json& manifest) { manifest["staging_slots"] = wrong; });
-    EXPECT_REASON(store->Read("default", "student", "x"), kFileCorrupt) << wrong;
+    EXPECT_REASON(store_->Read("default", "student", "x"), kFileCorrupt) << wrong;
   }
   rewrite([](nlohmann::json& manifest) {
     EXPECT_EQ(manifest.erase("staging_slots"), 1u);
     EXPECT_EQ(manifest.erase("sequence"), 1u);
     EXPECT_EQ(manifest.erase("first_sequence"), 1u);
   });
-  ASSERT_OK_AND_ASSIGN(const CheckpointInfo info, store->Read("default", "student", "x"));
+  ASSERT_OK_AND_ASSIGN(const CheckpointInfo info, store_->Read("default", "student", "x"));
   EXPECT_EQ(info.sequence, 0);
   EXPECT_EQ(info.first_sequence, 0);
-  EXPECT_FALSE(store->Continue("default", "student", info));
+  EXPECT_FALSE(store_->Continue("default", "student", info));
   EXPECT_EQ(info.spec.staging_slots, 0);
   const std::unique_ptr<EngineHead> loaded = NewHead(FullSpec(), 1, 3);
-  ASSERT_OK(store->Load("default", "student", "x", *loaded));
-  EXPECT_EQ(Contents(*loaded), Contents(*head));
+  ASSERT_OK(store_->Load("default", "student", "x", *loaded));
+  EXPECT_EQ(Contents(*loaded), Contents(*head_));
 }
 
 TEST_F(CheckpointStoreTest, CheckpointsOfOlderVersionsBelongToARunByTheirNumbers) {
-  std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 9);
-  ASSERT_OK(Save(*store, *head, "step-1"));
-  ASSERT_OK(store->Forget("default", "student"));
-  for (const char* name : {"step-2", "step-3"}) ASSERT_OK(Save(*store, *head, name));
+  ASSERT_OK(Save("step-1"));
+  ASSERT_OK(store_->Forget("default", "student"));
+  for (const char* name : {"step-2", "step-3"}) ASSERT_OK(Save(name));
   for (const char* name : {"step-1", "step-2", "step-3"}) {
     RewriteManifest(name, [](nlohmann::json& manifest) { manifest.erase("first_sequence"); });
   }
-  store = OpenStore(2);
-  EXPECT_EQ(Comebacks(*store), (std::vector<std::string>{"step-3", "step-2"}));
-  ASSERT_OK(Save(*store, *head, "step-4"));
+  store_ = OpenStore(2);
+  EXPECT_EQ(Comebacks(*store_), (std::vector<std::string>{"step-3", "step-2"}));
+  ASSERT_OK(Save("step-4"));
   EXPECT_EQ(Entries(), (std::vector<std::string>{"step-1", "step-3", "step-4"}));
-  EXPECT_EQ(Comebacks(*store), (std::vector<std::string>{"step-4", "step-3"}));
+  EXPECT_EQ(Comebacks(*store_), (std::vector<std::string>{"step-4", "step-3"}));
 }
 
 TEST_F(CheckpointStoreTest, ForgettingSurvivesACrashAtEveryPoint) {
-  std::unique_ptr<CheckpointStore> store = OpenStore();
-  const std::unique_ptr<EngineHead> head = NewHead(SmallSpec(), 1, 1);
-  ASSERT_OK(Save(*store, *head, "x"));
+  ASSERT_OK(Save("x"));
   files_.Reset();
-  ASSERT_OK(store->Forget("default", "student"));
+  ASSERT_OK(store_->Forget("default", "student"));
   const int change_count = static_cast<int>(files_.changes().size());
   EXPECT_EQ(files_.changes(), (std::vector<std::string>{"remove .live", "syncdir student"}));
   for (int point = 0; point <= change_count; ++point) {
     files_.Reset();
-    ASSERT_OK(Save(*store, *head, "x", true));
-    EXPECT_TRUE(IsLive(*store));
+    ASSERT_OK(Save("x", true));
+    EXPECT_TRUE(IsLive(*store_));
     files_.Reset();
     files_.CrashAt(point);
-    const absl::Status forgotten = store->Forget("default", "student");
+    const absl::Status forgotten = store_->Forget("default", "student");
     EXPECT_EQ(forgotten.ok(), point == change_count);
     files_.Reset();
-    store = OpenStore();
+    store_ = OpenStore();
     if (forgotten.ok()) {
-      EXPECT_FALSE(IsLive(*store));
+      EXPECT_FALSE(IsLive(*store_));
     }
     EXPECT_EQ(Entries(), std::vector<std::string>{"x"});
-    EXPECT_OK(store->Forget("default", "student"));
-    EXPECT_FALSE(IsLive(*store));
+    EXPECT_OK(store_->Forget("default", "student"));
+    EXPECT_FALSE(IsLive(*store_));
   }
 }
 
@@ -752,8 +716,7 @@ TEST_F(CheckpointStoreTest, WhatLooksLeftOverStaysWhileAnotherHasTheDirectoryOpe
     return *std::move(store);
   };
   std::unique_ptr<CheckpointStore> first = open();
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 1);
-  ASSERT_OK(Save(*first, *head, "step-1"));
+  ASSERT_OK(Save(*first, *head_, "step-1"));
   // As in the middle of a save, and between the two renames of a replacement.
   ASSERT_OK(PosixFileSystem().CreateDirectory(head_directory() + "/.tmp-1"));
   ASSERT_OK(PosixFileSystem().CreateDirectory(head_directory() + "/.old-step-2"));
@@ -769,12 +732,11 @@ TEST_F(CheckpointStoreTest, WhatLooksLeftOverStaysWhileAnotherHasTheDirectoryOpe
 }
 
 TEST_F(CheckpointStoreTest, ADirectoryThatCannotBeHeldServesNevertheless) {
-  ASSERT_OK(PosixFileSystem().CreateDirectory(directory_.path() + "/deep"));
-  ASSERT_OK(PosixFileSystem().CreateDirectory(root()));
-  ASSERT_OK(PosixFileSystem().CreateDirectory(root() + "/.lock"));  // which no file can take the place of
-  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<CheckpointStore> store, CheckpointStore::Open(root()));
-  const std::unique_ptr<EngineHead> head = NewHead(FullSpec(), 1, 1);
-  EXPECT_OK(Save(*store, *head, "step-1"));
+  const std::string other = directory_.path() + "/other";
+  ASSERT_OK(PosixFileSystem().CreateDirectory(other));
+  ASSERT_OK(PosixFileSystem().CreateDirectory(other + "/.lock"));  // which no file can take the place of
+  ASSERT_OK_AND_ASSIGN(store_, CheckpointStore::Open(other));
+  EXPECT_OK(Save("step-1"));
 }
 
 TEST_F(CheckpointStoreTest, ConcurrentSavesOfManyNames) {

@@ -146,10 +146,7 @@ TEST_F(SessionRegistryTest, TheirNumberIsBounded) {
   MustOpen();
   std::optional<Use> call = MustBegin(first);
   MustOpen(absl::Seconds(60));
-  const absl::Status refused = sessions_.Open("d", absl::Seconds(1)).status();
-  EXPECT_REASON(refused, kQuotaExceeded);
-  EXPECT_EQ(GetErrorMetadata(refused).at("limit"), "max_sessions");
-  EXPECT_EQ(GetErrorMetadata(refused).at("maximum"), "3");
+  EXPECT_ERROR(sessions_.Open("d", absl::Seconds(1)), kQuotaExceeded, {"limit", "max_sessions"}, {"maximum", "3"});
   // One that has ended keeps its place as long as its calls run.
   EXPECT_TRUE(sessions_.Close(first));
   EXPECT_REASON(sessions_.Open("d", absl::Seconds(1)), kQuotaExceeded);

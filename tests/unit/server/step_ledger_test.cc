@@ -11,6 +11,8 @@
 namespace headwater::heads {
 namespace {
 
+using Ids = std::vector<int64_t>;
+
 constexpr int64_t kRoom = 100;
 constexpr Digest kFirst = {1};
 constexpr Digest kSecond = {2};
@@ -101,15 +103,11 @@ TEST_F(StepLedgerTest, AnAnnouncedAttemptFencesLowerOnesOff) {
   EXPECT_EQ(Record(0).state, ContributionState::kNone);
   EXPECT_EQ(Record(0).attempt, 2);
   EXPECT_FALSE(ledger_.open().HasUndecided());
-  const absl::Status refused = ledger_.CheckBegin(7, 0, 1);
-  EXPECT_REASON(refused, kAttemptSuperseded);
-  EXPECT_EQ(GetErrorMetadata(refused).at("knownAttempt"), "2");
+  EXPECT_ERROR(ledger_.CheckBegin(7, 0, 1), kAttemptSuperseded, {"knownAttempt", "2"});
   EXPECT_REASON(Begin(ledger_, 7, 0, 1, kFirst, false), kAttemptSuperseded);
   EXPECT_REASON(ledger_.Supersede(7, 0, 1), kAttemptSuperseded);
   EXPECT_REASON(ledger_.CheckCommit(7, 0, 2, Factor(1)), kMicroBatchNotFound);
-  const absl::Status late = ledger_.CheckCommit(7, 0, 1, Factor(1)).status();
-  EXPECT_REASON(late, kAttemptSuperseded);
-  EXPECT_EQ(GetErrorMetadata(late).at("knownAttempt"), "2");
+  EXPECT_ERROR(ledger_.CheckCommit(7, 0, 1, Factor(1)), kAttemptSuperseded, {"knownAttempt", "2"});
   EXPECT_REASON(ledger_.Seal(7, int64_t{1}), kMicroBatchMissing);
   EXPECT_EQ(MustBegin(0, kFirst, 2), BeginDecision::kCompute);
   EXPECT_OK(ledger_.FinishCommitted(0, ContributionForm::kDirect, kCounts));
@@ -128,25 +126,18 @@ TEST_F(StepLedgerTest, AHigherAttemptIsLetThroughWhileALowerOneIsComputed) {
 TEST_F(StepLedgerTest, SealNeedsExactlyTheExpectedOnes) {
   Commit(0);
   Commit(2);
-  absl::StatusOr<bool> sealed = ledger_.Seal(7, int64_t{3});
-  EXPECT_REASON(sealed, kMicroBatchMissing);
-  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("missing"), "1");
-  EXPECT_FALSE(GetErrorMetadata(sealed.status()).contains("uncommitted"));
-  sealed = ledger_.Seal(7, int64_t{2});
-  EXPECT_REASON(sealed, kMicroBatchMissing);
-  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("unexpected"), "2");
-  sealed = ledger_.Seal(7, std::vector<int64_t>{0});
-  EXPECT_REASON(sealed, kMicroBatchUnexpected);
-  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("unexpected"), "2");
+  const absl::Status missing = ledger_.Seal(7, int64_t{3}).status();
+  EXPECT_ERROR(missing, kMicroBatchMissing, {"missing", "1"});
+  EXPECT_FALSE(GetErrorMetadata(missing).contains("uncommitted"));
+  EXPECT_ERROR(ledger_.Seal(7, int64_t{2}), kMicroBatchMissing, {"unexpected", "2"});
+  EXPECT_ERROR(ledger_.Seal(7, Ids{0}), kMicroBatchUnexpected, {"unexpected", "2"});
   Stage(5);
-  sealed = ledger_.Seal(7, std::vector<int64_t>{2, 0});
-  EXPECT_REASON(sealed, kMicroBatchUncommitted);
-  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("uncommitted"), "5");
-  EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{0, 2, 5}), kMicroBatchUncommitted);
+  EXPECT_ERROR(ledger_.Seal(7, Ids{2, 0}), kMicroBatchUncommitted, {"uncommitted", "5"});
+  EXPECT_REASON(ledger_.Seal(7, Ids{0, 2, 5}), kMicroBatchUncommitted);
   EXPECT_EQ(ledger_.open().state, StepState::kOpen);
   EXPECT_TRUE(*ledger_.Discard(7, 5, 0));
-  EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{0, 2, 5}), kMicroBatchMissing);
-  EXPECT_TRUE(*ledger_.Seal(7, std::vector<int64_t>{2, 0}));
+  EXPECT_REASON(ledger_.Seal(7, Ids{0, 2, 5}), kMicroBatchMissing);
+  EXPECT_TRUE(*ledger_.Seal(7, Ids{2, 0}));
   EXPECT_EQ(ledger_.open().state, StepState::kSealed);
 }
 
@@ -154,13 +145,11 @@ TEST_F(StepLedgerTest, SealedStepReplaysAndRefusesNewOnes) {
   Commit(0);
   EXPECT_TRUE(*ledger_.Seal(7, int64_t{1}));
   EXPECT_FALSE(*ledger_.Seal(7, int64_t{1}));
-  EXPECT_FALSE(*ledger_.Seal(7, std::vector<int64_t>{0}));
+  EXPECT_FALSE(*ledger_.Seal(7, Ids{0}));
   EXPECT_REASON(ledger_.Seal(7, int64_t{2}), kMicroBatchMissing);
   EXPECT_EQ(MustBegin(0), BeginDecision::kReplay);
   EXPECT_REASON(Begin(ledger_, 7, 0, 0, kSecond, false), kMicroBatchConflict);
-  const absl::Status sealed = ledger_.CheckBegin(7, 1, 0);
-  EXPECT_REASON(sealed, kStepSealed);
-  EXPECT_EQ(GetErrorMetadata(sealed).at("openStep"), "7");
+  EXPECT_ERROR(ledger_.CheckBegin(7, 1, 0), kStepSealed, {"openStep", "7"});
   EXPECT_REASON(ledger_.CheckCommit(7, 1, 0, Factor(1)), kMicroBatchNotFound);
   EXPECT_FALSE(*ledger_.CheckCommit(7, 0, 0, Factor(1)));
   EXPECT_FALSE(*ledger_.Discard(7, 1, 0));
@@ -169,18 +158,16 @@ TEST_F(StepLedgerTest, SealedStepReplaysAndRefusesNewOnes) {
 
 TEST_F(StepLedgerTest, HugeAndWrongExpectations) {
   Commit(0);
-  const absl::StatusOr<bool> sealed = ledger_.Seal(7, std::numeric_limits<int64_t>::max());
-  EXPECT_REASON(sealed, kMicroBatchMissing);
-  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("missing"), "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,...");
-  EXPECT_EQ(GetErrorMetadata(sealed.status()).at("missingCount"), "9223372036854775806");
-  std::vector<int64_t> ids(17);
+  EXPECT_ERROR(ledger_.Seal(7, std::numeric_limits<int64_t>::max()), kMicroBatchMissing,
+               {"missing", "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,..."}, {"missingCount", "9223372036854775806"});
+  Ids ids(17);
   std::iota(ids.begin(), ids.end(), 1);
   EXPECT_EQ(GetErrorMetadata(ledger_.Seal(7, ids).status()).at("missing"), "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,...");
   ids.pop_back();
   EXPECT_EQ(GetErrorMetadata(ledger_.Seal(7, ids).status()).at("missing"), "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16");
   EXPECT_REASON(ledger_.Seal(7, int64_t{-1}), kInvalidField);
-  EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{0, 0}), kInvalidField);
-  EXPECT_REASON(ledger_.Seal(7, std::vector<int64_t>{-5}), kInvalidField);
+  EXPECT_REASON(ledger_.Seal(7, Ids{0, 0}), kInvalidField);
+  EXPECT_REASON(ledger_.Seal(7, Ids{-5}), kInvalidField);
   EXPECT_EQ(ledger_.open().state, StepState::kOpen);
 }
 

@@ -113,10 +113,7 @@ TEST_F(TeacherJoinTest, ATrainerTakesRowsThatCameBefore) {
 TEST_F(TeacherJoinTest, ATrainerWaitsForRowsThatComeLater) {
   const auto claim = Claim({2, 5, 7});
   EXPECT_EQ(claim->ready_rows(), 0);
-  const absl::Status early = CheckAll(*claim);
-  EXPECT_REASON(early, kJoinIncomplete);
-  EXPECT_EQ(GetErrorMetadata(early).at("missingRow"), "2");
-  EXPECT_EQ(GetErrorMetadata(early).at("joinKey"), "key");
+  EXPECT_ERROR(CheckAll(*claim), kJoinIncomplete, {"missingRow", "2"}, {"joinKey", "key"});
   std::vector<float> nothing(3 * kWidth);
   EXPECT_REASON(claim->Gather(0, 3, nothing.data()), kJoinIncomplete);
   ASSERT_OK_AND_ASSIGN(auto stream, join_.Open(Set(), {7, 5}, std::nullopt));
@@ -125,8 +122,7 @@ TEST_F(TeacherJoinTest, ATrainerWaitsForRowsThatComeLater) {
   EXPECT_EQ(claim->ready_rows(), 0);
   ASSERT_OK(Send({2}));
   EXPECT_EQ(claim->ready_rows(), 1);
-  const absl::Status later = CheckAll(*claim);
-  EXPECT_EQ(GetErrorMetadata(later).at("missingRow"), "5");
+  EXPECT_ERROR(CheckAll(*claim), kJoinIncomplete, {"missingRow", "5"});
   std::thread teacher([&] {
     absl::SleepFor(absl::Milliseconds(20));
     EXPECT_OK(Add(*stream, 0, RowOf(7)));
@@ -167,9 +163,7 @@ TEST_F(TeacherJoinTest, ChunksAreChecked) {
   EXPECT_REASON(add(0, 1, kRowBytes - 1), kDataLengthMismatch);
   ASSERT_OK(add(1, 1, kRowBytes));
   EXPECT_REASON(add(0, 2, 2 * kRowBytes), kChunkOutOfRange);
-  const absl::Status unfinished = stream->Finish();
-  EXPECT_REASON(unfinished, kProtocolViolation);
-  EXPECT_EQ(GetErrorMetadata(unfinished).at("missingRow"), "0");
+  EXPECT_ERROR(stream->Finish(), kProtocolViolation, {"missingRow", "0"});
   ASSERT_OK(add(0, 1, kRowBytes));
   ASSERT_OK(add(2, 1, kRowBytes));
   EXPECT_OK(stream->Finish());
@@ -177,9 +171,7 @@ TEST_F(TeacherJoinTest, ChunksAreChecked) {
 
 TEST_F(TeacherJoinTest, ARowComesOnce) {
   ASSERT_OK(Send({0, 1}));
-  const absl::Status again = Send({2, 1});
-  EXPECT_REASON(again, kChunkOutOfRange);
-  EXPECT_EQ(GetErrorMetadata(again).at("row"), "1");
+  EXPECT_ERROR(Send({2, 1}), kChunkOutOfRange, {"row", "1"});
   EXPECT_REASON(Send({3, 3}), kChunkOutOfRange);  // twice in one stream
   ASSERT_OK_AND_ASSIGN(auto open, join_.Open(Set(), {4}, std::nullopt));
   EXPECT_REASON(Send({4}), kChunkOutOfRange);  // on its way
@@ -197,8 +189,7 @@ TEST_F(TeacherJoinTest, ABrokenStreamBringsNothing) {
     ASSERT_OK(Add(*stream, 0, RowsOf({0, 2})));
     EXPECT_EQ(claim->ready_rows(), 0);
   }
-  const absl::Status status = CheckAll(*claim);
-  EXPECT_EQ(GetErrorMetadata(status).at("missingRow"), "0");
+  EXPECT_ERROR(CheckAll(*claim), kJoinIncomplete, {"missingRow", "0"});
   ASSERT_OK(Send({0, 2}, 1));
   EXPECT_EQ(Gather(*claim)[0], RowOf(0, 1)[0]);
 }
@@ -211,10 +202,9 @@ TEST_F(TeacherJoinTest, BothSidesDeclareTheSameSet) {
     if (field[0] == 'h') other.hidden_size = 4;
     if (field[0] == 'd') other.data_type = DataType::kBFloat16;
     for (const bool is_trainer : {false, true}) {
-      const absl::Status status =
-          is_trainer ? join_.Claim(other, 1, {1}, "").status() : join_.Open(other, {1}, std::nullopt).status();
-      EXPECT_REASON(status, kJoinIncomplete) << field;
-      EXPECT_EQ(GetErrorMetadata(status).at("field"), field);
+      EXPECT_ERROR(is_trainer ? join_.Claim(other, 1, {1}, "").status() : join_.Open(other, {1}, std::nullopt), kJoinIncomplete,
+                   {"field", field})
+          << field;
     }
   }
   EXPECT_EQ(join_.set_count(), 1);
@@ -256,9 +246,7 @@ TEST_F(TeacherJoinTest, ADecisionSpendsRowsAndFreesTheKey) {
   EXPECT_EQ(next->ready_rows(), 0);
   EXPECT_EQ(Claim({0}, "step 0")->ready_rows(), 0);  // the key is used again
   // But not before all of the set has been used: a teacher that repeats itself must not be taken for the next step's.
-  const absl::Status again = Send({0, 1}, 1);
-  EXPECT_REASON(again, kChunkOutOfRange);
-  EXPECT_EQ(GetErrorMetadata(again).at("row"), "0");
+  EXPECT_ERROR(Send({0, 1}, 1), kChunkOutOfRange, {"row", "0"});
   ASSERT_OK(Send({7, 6, 3, 5, 4}));
   Use({2, 3, 4, 5, 6, 7}, "step 0, the others");
   ASSERT_OK(Send({0, 1}, 1));
@@ -371,25 +359,18 @@ TEST_F(TeacherJoinTest, BytesAreBounded) {
   // What no room would do for is not to be tried again.
   constexpr int64_t kBytesOfRow = kRowBytes + TeacherJoin::kRowOverheadBytes;
   const absl::Status big = join_.Open(Set("big", 9), {}, std::nullopt).status();
-  EXPECT_REASON(big, kLimitExceeded);
-  const ErrorMetadata metadata = GetErrorMetadata(big);
-  EXPECT_EQ(metadata.at("field"), "header.total_row_count");
-  EXPECT_EQ(metadata.at("limit"), "max_join_bytes");
-  EXPECT_EQ(metadata.at("maximum"), absl::StrCat(8 * kBytesOfRow));
-  EXPECT_EQ(metadata.at("actual"), absl::StrCat(9 * kBytesOfRow));
-  EXPECT_FALSE(metadata.contains("retryAfterMs"));
+  EXPECT_ERROR(big, kLimitExceeded, {"field", "header.total_row_count"}, {"limit", "max_join_bytes"},
+               {"maximum", absl::StrCat(8 * kBytesOfRow)}, {"actual", absl::StrCat(9 * kBytesOfRow)});
+  EXPECT_FALSE(GetErrorMetadata(big).contains("retryAfterMs"));
   EXPECT_REASON(join_.Open(Set("huge", INT64_MAX), {}, std::nullopt), kLimitExceeded);
-  const absl::Status part = join_.Open(Set("set", 100), {0, 1, 2, 3, 4, 5, 6, 7, 8}, std::nullopt).status();
-  EXPECT_REASON(part, kLimitExceeded);
-  EXPECT_EQ(GetErrorMetadata(part).at("field"), "header.row_indices");
+  EXPECT_ERROR(join_.Open(Set("set", 100), {0, 1, 2, 3, 4, 5, 6, 7, 8}, std::nullopt), kLimitExceeded,
+               {"field", "header.row_indices"});
   EXPECT_OK(join_.Open(Set("largest"), {}, std::nullopt));
   EXPECT_REASON(TeacherJoin({.max_bytes = 0}, MonotonicNow).Open(Set("none", 1), {}, std::nullopt), kLimitExceeded);
   EXPECT_EQ(join_.set_count(), 0);
   ASSERT_OK(Send({0, 1, 2, 3, 4, 5}));
-  const absl::Status full = Send({0, 1, 2}, 0, std::nullopt, "other");
-  EXPECT_REASON(full, kInFlightBytesExceeded);
-  EXPECT_EQ(GetErrorMetadata(full).at("limit"), "max_join_bytes");
-  EXPECT_EQ(GetErrorMetadata(full).at("availableBytes"), absl::StrCat(2 * (kRowBytes + TeacherJoin::kRowOverheadBytes)));
+  EXPECT_ERROR(Send({0, 1, 2}, 0, std::nullopt, "other"), kInFlightBytesExceeded, {"limit", "max_join_bytes"},
+               {"availableBytes", absl::StrCat(2 * (kRowBytes + TeacherJoin::kRowOverheadBytes))});
   // Spent rows make room, whole pieces at a time.
   Use({0, 1, 2, 3, 4}, "some");
   EXPECT_REASON(Send({0, 1, 2}, 0, std::nullopt, "other"), kInFlightBytesExceeded);

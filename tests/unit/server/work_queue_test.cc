@@ -191,11 +191,7 @@ TEST(WorkQueueTest, TheBoundIsTheNumberOfWaitingJobs) {
   Job running(queue, "a"), first(queue, "a"), second(queue, "a"), third(queue, "b");
   for (Job* job : {&running, &first, &second}) ASSERT_OK(job->turn().Enter());
   EXPECT_TRUE(running.turn().admitted());
-  const absl::Status refused = third.turn().Enter();
-  EXPECT_REASON(refused, kQueueFull);
-  EXPECT_EQ(GetErrorMetadata(refused).at("maximum"), "2");
-  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), "3");
-  EXPECT_EQ(GetErrorMetadata(refused).at("retryAfterMs"), "100");
+  EXPECT_ERROR(third.turn().Enter(), kQueueFull, {"maximum", "2"}, {"actual", "3"}, {"retryAfterMs", "100"});
   EXPECT_EQ(queue.depth(), 2);
   running.turn().Leave();
   EXPECT_TRUE(first.turn().admitted());

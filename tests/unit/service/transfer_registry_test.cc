@@ -88,9 +88,7 @@ TEST(TransferRegistry, AnIdNamesOneCallAndIsNotUsedAgainSoon) {
   TransferRegistry registry(absl::Seconds(10));
   {
     ASSERT_OK_AND_ASSIGN(const auto first, registry.Announce(Id(1)));
-    const absl::Status twice = registry.Announce(Id(1)).status();
-    EXPECT_REASON(twice, kInvalidField);
-    EXPECT_EQ(GetErrorMetadata(twice).at("field"), "header.transfer_id");
+    EXPECT_ERROR(registry.Announce(Id(1)), kInvalidField, {"field", "header.transfer_id"});
   }
   EXPECT_REASON(registry.Announce(Id(1)), kInvalidField);
   // What is remembered is bounded.

@@ -16,6 +16,7 @@
 #include "absl/time/time.h"
 #include "headwater/kernels/error.h"
 #include "server/observability/monotonic_clock.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::transport {
 namespace {
@@ -133,13 +134,10 @@ TEST(RowExchange, RefusesOverlapsAndWhatLiesOutside) {
     EXPECT_TRUE(HasReason(status, ErrorReason::kChunkOutOfRange) || HasReason(status, ErrorReason::kDataLengthMismatch));
     const absl::Status exact =
         count >= 0 && count < 100 ? bench.exchange.Claim(0, start, count, count * 8, "chunk").status() : status;
-    EXPECT_TRUE(HasReason(exact, ErrorReason::kChunkOutOfRange)) << start << " " << count << " " << exact;
-    EXPECT_EQ(GetErrorMetadata(exact).at("field"), "chunk");
+    EXPECT_ERROR(exact, kChunkOutOfRange, {"field", "chunk"}) << start << " " << count;
   }
   for (const int64_t bytes : {int64_t{0}, int64_t{15}, int64_t{17}, kMostRows, int64_t{-1}}) {
-    const absl::Status status = bench.exchange.Claim(0, 2, 2, bytes, "chunk").status();
-    EXPECT_TRUE(HasReason(status, ErrorReason::kDataLengthMismatch)) << bytes;
-    EXPECT_EQ(GetErrorMetadata(status).at("field"), "chunk.data");
+    EXPECT_ERROR(bench.exchange.Claim(0, 2, 2, bytes, "chunk"), kDataLengthMismatch, {"field", "chunk.data"}) << bytes;
   }
   EXPECT_EQ(bench.exchange.Look().received_bytes, 16);
   EXPECT_TRUE(bench.Put(0, 2, 3).ok());  // what was refused has taken nothing
@@ -229,13 +227,9 @@ TEST(RowExchange, NamesTheFirstMissingRowWhenTheInputEndsEarly) {
   std::thread closer([&] { bench.exchange.CloseInput(); });
   const absl::Status status = bench.AwaitRows(4, absl::InfiniteFuture()).status();
   closer.join();
-  EXPECT_TRUE(HasReason(status, ErrorReason::kProtocolViolation));
-  EXPECT_TRUE(HasReason(bench.exchange.Look().input, ErrorReason::kProtocolViolation));
-  const ErrorMetadata metadata = GetErrorMetadata(status);
-  EXPECT_EQ(metadata.at("field"), "teacher_hidden");
-  EXPECT_EQ(metadata.at("expected"), "2");
-  EXPECT_EQ(metadata.at("actual"), "1");
-  EXPECT_EQ(metadata.at("firstMissingRow"), "0");
+  EXPECT_REASON(bench.exchange.Look().input, kProtocolViolation);
+  EXPECT_ERROR(status, kProtocolViolation, {"field", "teacher_hidden"}, {"expected", "2"}, {"actual", "1"},
+               {"firstMissingRow", "0"});
 }
 
 TEST(RowExchange, BreaksForEverybodyWithTheFirstReason) {

@@ -51,19 +51,10 @@ class HeadComebackTest : public ::testing::Test {
   void Save(const std::shared_ptr<Head>& head, const std::string& checkpoint_name, bool overwrite = false) {
     EXPECT_OK(head->Save(head->Describe().epoch, *store_, checkpoint_name, overwrite));
   }
-  // Sets the weights, and stops at the gate meanwhile.
-  static void SetSlowly(const std::shared_ptr<Head>& head, ThreadGate& gate) {
-    const TensorSource source = [&](int64_t, int64_t element_count, void* out) {
-      gate.Stop();
-      std::fill_n(static_cast<float*>(out), element_count, 2.0f);
-      return absl::OkStatus();
-    };
-    EXPECT_OK(head->SetTensors(head->Describe().epoch, {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}}));
-  }
   // Adds a micro-batch of gradient 1, 2, 3 for row 2 and applies it.
   void DoStep(const std::shared_ptr<Head>& head) {
     const StepKey key = KeyOf(*head);
-    MicroBatchCall call(head, key.step, 0, {{1, 2, 3}, {2}});
+    MicroBatchCall call(head, key.step, 0, kRowOfToken2);
     EXPECT_OK(call.Run(engine_));
     EXPECT_OK(head->Apply(key, int64_t{1}, Rate(1)));
   }
@@ -119,11 +110,8 @@ TEST_F(HeadComebackTest, HeadsComeBackFromTheirNewestCheckpoint) {
   EXPECT_EQ(info.restored_checkpoint, "newest");
   EXPECT_NE(info.epoch, old_epoch);
   EXPECT_TRUE(info.recovers_epochs.empty());
-  const absl::Status lost = back->AddGradient({old_epoch, 6}, 0, 0, {}, {}, nullptr).status();
-  EXPECT_REASON(lost, kStepLost);
-  EXPECT_EQ(GetErrorMetadata(lost).at("restoredStep"), "5");
-  EXPECT_EQ(GetErrorMetadata(lost).at("checkpoint"), "newest");
-  EXPECT_EQ(GetErrorMetadata(lost).at("checkpoints"), "newest=5,zz-first=4");
+  EXPECT_ERROR(back->AddGradient({old_epoch, 6}, 0, 0, {}, {}, nullptr), kStepLost, {"restoredStep", "5"}, {"checkpoint", "newest"},
+               {"checkpoints", "newest=5,zz-first=4"});
   float value = 0;
   EXPECT_REASON(back->ReadWeights(HeadTensor::kWeight, 0, 1, &value, std::nullopt, old_epoch), kStepLost);
   EXPECT_OK(back->ReadWeights(HeadTensor::kWeight, 0, 1, &value, std::nullopt, info.epoch));
@@ -133,11 +121,8 @@ TEST_F(HeadComebackTest, HeadsComeBackFromTheirNewestCheckpoint) {
   EXPECT_EQ(attached.head, back);
   EXPECT_OK(back->Take(info.epoch, {old_epoch}));
   EXPECT_EQ(back->Describe().recovers_epochs, std::vector<Epoch>{old_epoch});
-  const absl::Status mismatch = back->Seal({back->Describe().epoch, 9}, int64_t{0}).status();
-  EXPECT_REASON(mismatch, kStepMismatch);
-  EXPECT_EQ(GetErrorMetadata(mismatch).at("openStep"), "5");
-  EXPECT_EQ(GetErrorMetadata(mismatch).at("step"), "9");
-  EXPECT_EQ(GetErrorMetadata(mismatch).at("checkpoints"), "newest=5,zz-first=4");
+  EXPECT_ERROR(back->Seal({back->Describe().epoch, 9}, int64_t{0}), kStepMismatch, {"openStep", "5"}, {"step", "9"},
+               {"checkpoints", "newest=5,zz-first=4"});
   EXPECT_EQ(GetErrorMetadata(back->CheckEpoch(old_epoch)).at("checkpoints"), "newest=5,zz-first=4");
   EXPECT_EQ(ReadWeight(*back), weight);
   DoStep(back);
@@ -301,13 +286,11 @@ TEST_F(HeadComebackTest, DeletingBreaksWhatKeepsTheHeadAlive) {
   {
     const std::shared_ptr<Head> head = NewHead();
     gone = head;
-    MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
-    call.Explicit().submission().late_token_factors = true;
-    call.submission().hold = [&] {
+    MicroBatchCall call(head, 0, 0, kRowOfToken2);
+    call.Held([&held] {
       held = true;
-      return std::shared_ptr<const void>(&held,
-                                         [](const void* flag) { *const_cast<bool*>(static_cast<const bool*>(flag)) = false; });
-    };
+      return std::shared_ptr<const void>(&held, [&held](const void*) { held = false; });
+    });
     EXPECT_OK(call.Run(engine_));
     EXPECT_TRUE(held);
   }
@@ -322,7 +305,7 @@ TEST_F(HeadComebackTest, ASaveThatRunsWhileTheHeadIsDeletedDoesNotBringItBack) {
   ThreadGate gate;
   engine_.control().during_compute = [&] { gate.Stop(); };
   std::thread computer([&] {
-    MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+    MicroBatchCall call(head, 0, 0, kRowOfToken2);
     EXPECT_OK(call.ForwardOnly().Run(engine_));
   });
   gate.AwaitStopped();
@@ -440,7 +423,7 @@ TEST_F(HeadComebackTest, AHeadThatIsBeingSetCostsNoOtherItsSave) {
   NewHead({"default", "b"});
   NewHead({"default", "c"});
   ThreadGate gate;
-  std::thread setter([&] { SetSlowly(busy, gate); });
+  std::thread setter([&] { SetSlowly(*busy, gate); });
   gate.AwaitStopped();
   const auto outcomes = registry_->SaveChanged(*store_, "drain", observability::MonotonicNow() + absl::Milliseconds(200));
   ASSERT_EQ(outcomes.size(), 3u);
@@ -466,20 +449,20 @@ TEST_F(HeadComebackTest, AHeadThatIsBeingSetCostsNoOtherItsSave) {
 TEST_F(HeadComebackTest, AMicroBatchCanWaitForWeightsBeforeItIsSubmitted) {
   const std::shared_ptr<Head> head = NewHead();
   const std::shared_ptr<Head> other = NewHead({"default", "b"});
-  MicroBatchCall call(head, 0, 0, {{1, 2, 3}, {2}});
+  MicroBatchCall call(head, 0, 0, kRowOfToken2);
   call.ForwardOnly().term().head_epoch.reset();  // allowed in any epoch
   EXPECT_FALSE(IsBehindFiles(call.submission()));
   EXPECT_OK(AwaitFiles(call.submission(), {}));
   ThreadGate gate;
-  std::thread setter([&] { SetSlowly(head, gate); });
+  std::thread setter([&] { SetSlowly(*head, gate); });
   gate.AwaitStopped();
   EXPECT_TRUE(IsBehindFiles(call.submission()));
-  EXPECT_FALSE(IsBehindFiles(MicroBatchCall(other, 0, 0, {{1, 2, 3}, {2}}).submission()));
+  EXPECT_FALSE(IsBehindFiles(MicroBatchCall(other, 0, 0, kRowOfToken2).submission()));
   const WaitLimits short_wait = {observability::MonotonicNow() + absl::Milliseconds(1)};
   EXPECT_REASON(AwaitFiles(call.submission(), short_wait), kDeadlineExceeded);
   EXPECT_REASON(AwaitFiles(call.submission(), CancelledWait()), kCancelled);
   // What is refused anyway does not wait.
-  MicroBatchCall wrong(head, 5, 0, {{1, 2, 3}, {2}});
+  MicroBatchCall wrong(head, 5, 0, kRowOfToken2);
   EXPECT_REASON(AwaitFiles(wrong.submission(), AsLongAsItTakes()), kStepMismatch);
   std::atomic<bool> has_waited = false;
   std::thread waiter([&] {

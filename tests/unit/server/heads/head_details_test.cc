@@ -202,7 +202,7 @@ TEST(HeadDetailsTest, EveryComputationOfAMicroBatchWaitsForItsSender) {
   const std::shared_ptr<Head> head = MakeReadyHead(engine, spec);
   const DeviceEvent event;
   MicroBatchCall call(head, 0, 0, kRowOfToken2);
-  call.Refuse().submission().hold = [] { return std::make_shared<const int>(0); };
+  call.Refuse().submission().hold = MicroBatchCall::HoldNothing;
   call.submission().after = &event;
   call.submission().label = "request";
   EXPECT_OK(call.Run(engine));
@@ -214,8 +214,7 @@ TEST(HeadDetailsTest, WhatIsHeldForgetsTermsThatAddNothing) {
   RecordingEngine engine;
   const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
   MicroBatchCall call(head, 0, 0, kRowOfToken2);
-  call.Explicit().submission().late_token_factors = true;
-  call.submission().hold = [] { return std::make_shared<const int>(0); };
+  call.Held();
   {
     const std::shared_ptr<Head> beside = MakeReadyHead(engine, FrozenSpec(), "frozen");
     call.submission().terms.push_back(MicroBatchCall(beside, 0, 0, kRowOfToken2).term());
@@ -233,15 +232,11 @@ TEST(HeadDetailsTest, WhatIsHeldIsReadWhereItHasBeenMovedTo) {
   const std::shared_ptr<Head> head = MakeReadyHead(engine, SmallSpec());
   const std::vector<float> moved = kRowOfToken2.hidden, moved_teacher = kRowOfToken2.hidden;
   MicroBatchCall call(head, 0, 0, kRowOfToken2);
-  call.term().teacher_head = head;
-  call.term().term.loss = JsdSpec();
-  call.term().term.teacher_hidden = call.submission().hidden;
-  call.Explicit().submission().late_token_factors = true;
-  call.submission().hold = [&] {
+  call.Teacher(head).Held([&] {
     call.submission().hidden.data = moved.data();
     call.term().term.teacher_hidden.data = moved_teacher.data();
-    return std::make_shared<const int>(0);
-  };
+    return MicroBatchCall::HoldNothing();
+  });
   EXPECT_OK(call.Run(engine));
   EXPECT_TRUE(*CommitTo(head, KeyOf(*head), 0, 0, 1));
   EXPECT_EQ(engine.rows, (std::vector<const void*>{moved.data(), moved_teacher.data()}));
@@ -262,10 +257,8 @@ class SharedMicroBatchTest : public ::testing::Test {
  protected:
   void Stage(int64_t id, const std::optional<SessionId>& session) {
     MicroBatchCall call(first_, 0, id, kRowOfToken2);
-    MicroBatchCall other(second_, 0, id, kRowOfToken2);
-    call.Explicit().submission().session = session;
-    call.submission().terms.push_back(other.submission().terms[0]);
-    EXPECT_OK(call.Run(engine_));
+    AddSecondTerm(call, second_);
+    EXPECT_OK(call.Explicit().Session(session).Run(engine_));
   }
   FakeEngine engine_;
   std::shared_ptr<Head> first_ = MakeReadyHead(engine_, SmallSpec(), "first");

@@ -34,9 +34,7 @@ class HeadEntryTest : public ::testing::Test {
 
   // A contribution that waits for its decision.
   void Stage(int64_t micro_batch, const std::optional<SessionId>& session = std::nullopt) {
-    MicroBatchCall call(head_, 0, micro_batch, kRowOfToken2);
-    call.Explicit().submission().session = session;
-    EXPECT_OK(call.Run(engine_));
+    EXPECT_OK(MicroBatchCall(head_, 0, micro_batch, kRowOfToken2).Explicit().Session(session).Run(engine_));
   }
   absl::StatusOr<bool> Commit(int64_t micro_batch, const WaitLimits& limits = AsLongAsItTakes(),
                               const std::optional<SessionId>& session = std::nullopt) {
@@ -51,14 +49,7 @@ class HeadEntryTest : public ::testing::Test {
   }
   // A call that sets the weights, and hangs in it until the gate opens.
   std::thread BeginSet() {
-    std::thread setter([this] {
-      const TensorSource source = [this](int64_t, int64_t element_count, void* out) {
-        gate_.Stop();
-        std::fill_n(static_cast<float*>(out), element_count, 1.0f);
-        return absl::OkStatus();
-      };
-      EXPECT_OK(head_->SetTensors(key_.epoch, {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}}));
-    });
+    std::thread setter([this] { SetSlowly(*head_, gate_); });
     gate_.AwaitStopped();
     return setter;
   }
@@ -71,7 +62,7 @@ class HeadEntryTest : public ::testing::Test {
     ShadowTensor shadow;
     shadow.data = std::shared_ptr<const void>(values_.data(), [](const void*) {});
     shadow.byte_count = byte_count;
-    higher_.submission().attempt = 1;
+    higher_.Attempt(1);
     return {
         {"Commit", [=, this](const WaitLimits& limits) { return Commit(0, limits).status(); }},
         {"GradientNorm", [=, this](const WaitLimits& limits) { return head_->GradientNorm(key_, limits).status(); }},

@@ -183,15 +183,14 @@ TEST_F(HeadFlowTest, ManyCallsOfAllSortsAddUp) {
 
 TEST_F(HeadFlowTest, WhatIsToBeHeldIsNotLeftInALostHead) {
   FlowingCall held(head_, 0, 0, kTwoRows);
-  held.call.Explicit().submission().late_token_factors = true;
-  held.call.submission().hold = [this]() -> absl::StatusOr<std::shared_ptr<const void>> {
+  held.call.Held([this] {
     std::thread fails([this] {
       engine_.control().FailNext("Compute", kEngineError);
       EXPECT_REASON(MicroBatchCall(head_, 0, 1, kTwoRows).Run(engine_), kEngineFailed);
     });
     fails.join();
     return Token();
-  };
+  });
   EXPECT_REASON(held.call.Run(engine_), kStepLost);
   EXPECT_EQ(tokens_gone_, 1);
 }

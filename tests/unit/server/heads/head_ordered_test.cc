@@ -82,9 +82,8 @@ class HeadOrderedTest : public ::testing::TestWithParam<int32_t> {
   MicroBatchCall& Call(const std::shared_ptr<Head>& head, int64_t id, int64_t attempt = 0) {
     absl::MutexLock lock(&mutex_);
     MicroBatchCall& call = calls_.emplace_back(head, KeyOf(*head).step, id, RandomPayload(static_cast<uint64_t>(id)));
-    call.submission().attempt = attempt;
-    call.submission().hold = [] { return std::make_shared<const int>(0); };
-    return call;
+    call.submission().hold = MicroBatchCall::HoldNothing;
+    return call.Attempt(attempt);
   }
   absl::StatusOr<SubmissionOutcome> Submit(const std::shared_ptr<Head>& head, int64_t id, int64_t attempt = 0) {
     return Call(head, id, attempt).Run(*engine_);
@@ -107,7 +106,7 @@ class HeadOrderedTest : public ::testing::TestWithParam<int32_t> {
     MicroBatchCall& call = Call(head, id);
     call.submission().hold = [] {
       prepare_fails = true;
-      return std::make_shared<const int>(0);
+      return MicroBatchCall::HoldNothing();
     };
     ASSERT_OK(call.Run(*engine_));
   }
@@ -247,17 +246,11 @@ TEST_P(HeadOrderedTest, ApplyAddsWhatASealCouldNot) {
 TEST_P(HeadOrderedTest, ASubmissionIsAnsweredBeforeNewWeightsAreSet) {
   const std::shared_ptr<Head> head = NewHead();
   ThreadGate gate;
-  const TensorSource source = [&gate](int64_t, int64_t element_count, void* out) {
-    gate.Stop();
-    std::fill_n(static_cast<float*>(out), element_count, 1.0f);
-    return absl::OkStatus();
-  };
-  const std::vector<TensorUpdate> updates = {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}};
   std::thread setter;
   MicroBatchCall& call = Call(head, 0);
   call.submission().hold = [&] {
-    setter = RunUntilItSleeps([&] { EXPECT_OK(head->SetTensors(KeyOf(*head).epoch, updates)); });
-    return std::make_shared<const int>(0);
+    setter = RunUntilItSleeps([&] { SetSlowly(*head, gate); });
+    return MicroBatchCall::HoldNothing();
   };
   ASSERT_OK(call.Run(*engine_));
   gate.Open();
@@ -322,11 +315,7 @@ TEST_P(HeadOrderedTest, TheWindowIsFullAndTheFrontGetsThrough) {
   const std::shared_ptr<Head> head = NewHead(Deterministic(2));
   ASSERT_OK(Call(head, 2).Explicit().Run(*engine_));  // undecided ones count too
   ASSERT_OK(Submit(head, 3));
-  const absl::Status full = Submit(head, 4).status();
-  EXPECT_REASON(full, kOrderedWindowFull);
-  EXPECT_EQ(GetErrorMetadata(full).at("missing"), "0");
-  EXPECT_EQ(GetErrorMetadata(full).at("maximum"), "2");
-  EXPECT_EQ(GetErrorMetadata(full).at("retryAfterMs"), "500");
+  EXPECT_ERROR(Submit(head, 4), kOrderedWindowFull, {"missing", "0"}, {"maximum", "2"}, {"retryAfterMs", "500"});
   // Its rows find room even where there is none.
   MicroBatchCall& front = Call(head, 0);
   front.submission().hold = []() -> absl::StatusOr<std::shared_ptr<const void>> {
@@ -427,10 +416,7 @@ TEST_P(HeadOrderedTest, AMicroBatchWithoutMissingPredecessorsHasItsTurn) {
 TEST_P(HeadOrderedTest, ATeacherThatChangesMeanwhileLosesTheStep) {
   const std::shared_ptr<Head> head = NewHead(), teacher = NewHead(Deterministic(), "teacher");
   MicroBatchCall& call = Call(head, 1);
-  call.term().teacher_head = teacher;
-  call.term().term.loss = JsdSpec();
-  call.term().term.teacher_hidden = call.submission().hidden;
-  ASSERT_OK(call.Run(*engine_));
+  ASSERT_OK(call.Teacher(teacher).Run(*engine_));
   ASSERT_OK(SetWeights(*teacher, RandomWeights(kVocab * kWidth), RandomWeights(kVocab)));
   EXPECT_REASON(Submit(head, 0), kEngineFailed);
   EXPECT_EQ(head->Describe().state, HeadState::kLost);
@@ -444,10 +430,7 @@ TEST_P(HeadOrderedTest, OnlyItsOwnTeachersMatterToAHead) {
   SubmittedTerm second = call.term();
   second.head = without;
   second.head_epoch = without->Describe().epoch;
-  call.term().teacher_head = teacher;
-  call.term().term.loss = JsdSpec();
-  call.term().term.teacher_hidden = call.submission().hidden;
-  call.submission().terms.push_back(second);
+  call.Teacher(teacher).submission().terms.push_back(second);
   ASSERT_OK(call.Run(*engine_));
   ASSERT_OK(SetWeights(*teacher, RandomWeights(kVocab * kWidth), RandomWeights(kVocab)));
   EXPECT_OK(Submit(without, 0));

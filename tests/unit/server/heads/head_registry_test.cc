@@ -59,9 +59,7 @@ TEST(HeadNameTest, ParsesFullNamesOnly) {
                                "tenants/default/heads/" + longest + "a",
                                std::string("tenants/default/heads/a\0b", 25)};
   for (const std::string& text : wrong) {
-    const absl::StatusOr<HeadName> refused = ParseHeadName(text, "terms[0].head.name");
-    EXPECT_REASON(refused, kInvalidName) << text;
-    EXPECT_EQ(GetErrorMetadata(refused.status()).at("field"), "terms[0].head.name");
+    EXPECT_ERROR(ParseHeadName(text, "terms[0].head.name"), kInvalidName, {"field", "terms[0].head.name"}) << text;
   }
 }
 
@@ -128,9 +126,7 @@ TEST(HeadRegistryTest, AUseCountsAsARunningCall) {
   HeadUse first(head);
   HeadUse second = HeadUse(head);
   EXPECT_EQ(head->CountUses(0), 2);
-  const absl::Status refused = registry.Delete(kName, std::nullopt, false, nullptr);
-  EXPECT_REASON(refused, kHeadInUse);
-  EXPECT_EQ(GetErrorMetadata(refused).at("runningCalls"), "2");
+  EXPECT_ERROR(registry.Delete(kName, std::nullopt, false, nullptr), kHeadInUse, {"runningCalls", "2"});
   first = std::move(second);
   EXPECT_EQ(first.head(), head);
   EXPECT_EQ(GetErrorMetadata(registry.Delete(kName, std::nullopt, false, nullptr)).at("runningCalls"), "1");
@@ -166,8 +162,7 @@ TEST(HeadRegistryAttachTest, EveryOtherFieldMustBeTheSame) {
     change(other);
     other.initial_step = 5;
     const absl::Status refused = registry.Create(kName, other, IfExists::kAttachIfSameSpec).status();
-    EXPECT_REASON(refused, kHeadSpecMismatch) << field;
-    EXPECT_EQ(GetErrorMetadata(refused).at("field"), field);
+    EXPECT_ERROR(refused, kHeadSpecMismatch, {"field", field}) << field;
     EXPECT_NE(std::string(refused.message()).find(field), std::string::npos) << refused;
     EXPECT_NE(GetErrorMetadata(refused).at("expected"), GetErrorMetadata(refused).at("actual"));
   }
@@ -175,10 +170,9 @@ TEST(HeadRegistryAttachTest, EveryOtherFieldMustBeTheSame) {
   other.transform.logit_scale = 0.5;
   other.has_bias = true;
   other.staging_slots = 3;
-  const auto all = GetErrorMetadata(registry.Create(kName, other, IfExists::kAttachIfSameSpec).status());
-  EXPECT_EQ(all.at("field"), "has_bias, logit_scale, staging_slots");
-  EXPECT_EQ(all.at("expected"), "has_bias false, logit_scale 1.0, staging_slots 2");
-  EXPECT_EQ(all.at("actual"), "has_bias true, logit_scale 0.5, staging_slots 3");
+  EXPECT_ERROR(registry.Create(kName, other, IfExists::kAttachIfSameSpec), kHeadSpecMismatch,
+               {"field", "has_bias, logit_scale, staging_slots"}, {"expected", "has_bias false, logit_scale 1.0, staging_slots 2"},
+               {"actual", "has_bias true, logit_scale 0.5, staging_slots 3"});
 }
 
 TEST(HeadRegistryAttachTest, WaitsForAHeadThatIsBeingCreated) {
@@ -257,18 +251,12 @@ TEST(HeadRegistryQuotaTest, ATenantsHeadsAreBounded) {
   for (const char* tenant : {"a", "a-b"}) {
     EXPECT_OK(registry.Create({tenant, "x"}, SmallSpec()));
     EXPECT_OK(registry.Create({tenant, "y"}, SmallSpec()));
-    const absl::Status refused = registry.Create({tenant, "z"}, SmallSpec()).status();
-    EXPECT_REASON(refused, kQuotaExceeded);
-    EXPECT_EQ(GetErrorMetadata(refused).at("limit"), "max_heads_per_tenant");
-    EXPECT_EQ(GetErrorMetadata(refused).at("maximum"), "2");
-    EXPECT_EQ(GetErrorMetadata(refused).at("actual"), "3");
+    EXPECT_ERROR(registry.Create({tenant, "z"}, SmallSpec()), kQuotaExceeded, {"limit", "max_heads_per_tenant"}, {"maximum", "2"},
+                 {"actual", "3"});
     // Attaching needs no place.
     EXPECT_OK(registry.Create({tenant, "x"}, SmallSpec(), IfExists::kAttachIfSameSpec));
   }
-  const auto metadata = GetErrorMetadata(registry.Create({"c", "x"}, SmallSpec()).status());
-  EXPECT_EQ(metadata.at("limit"), "max_heads");
-  EXPECT_EQ(metadata.at("maximum"), "4");
-  EXPECT_EQ(metadata.at("actual"), "5");
+  EXPECT_ERROR(registry.Create({"c", "x"}, SmallSpec()), kQuotaExceeded, {"limit", "max_heads"}, {"maximum", "4"}, {"actual", "5"});
   EXPECT_OK(registry.Delete({"a", "x"}, std::nullopt, false, nullptr));
   EXPECT_OK(registry.Create({"a", "z"}, SmallSpec()));
 }
@@ -279,10 +267,8 @@ TEST(HeadRegistryQuotaTest, ATenantsMemoryIsBounded) {
   HeadRegistry registry(engine, {.max_tenant_memory_bytes = 3 * head_bytes - 1}, HeadLimits());
   EXPECT_OK(registry.Create({"a", "x"}, SmallSpec()));
   EXPECT_OK(registry.Create({"a", "y"}, SmallSpec()));
-  const absl::Status refused = registry.Create({"a", "z"}, SmallSpec()).status();
-  EXPECT_REASON(refused, kQuotaExceeded);
-  EXPECT_EQ(GetErrorMetadata(refused).at("limit"), "max_tenant_memory_bytes");
-  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), std::to_string(3 * head_bytes));
+  EXPECT_ERROR(registry.Create({"a", "z"}, SmallSpec()), kQuotaExceeded, {"limit", "max_tenant_memory_bytes"},
+               {"actual", std::to_string(3 * head_bytes)});
   EXPECT_OK(registry.Create({"b", "x"}, SmallSpec()));
   // What fails to be created takes nothing.
   EXPECT_OK(registry.Delete({"a", "x"}, std::nullopt, false, nullptr));
@@ -303,9 +289,7 @@ TEST(HeadRegistryQuotaTest, ADeletedHeadCountsUntilItsCallsHaveEnded) {
     const std::weak_ptr<Head> head = use.head();
     EXPECT_OK(registry.Delete({"a", "x"}, std::nullopt, /*force=*/true, nullptr));
     EXPECT_EQ(registry.size(), 0);
-    const absl::Status refused = registry.Create({"a", "x"}, SmallSpec()).status();
-    EXPECT_REASON(refused, kQuotaExceeded);
-    EXPECT_EQ(GetErrorMetadata(refused).at("limit"), names[i]);
+    EXPECT_ERROR(registry.Create({"a", "x"}, SmallSpec()), kQuotaExceeded, {"limit", names[i]});
     EXPECT_FALSE(head.expired());
     if (i > 0) EXPECT_OK(registry.Create({"b", "x"}, SmallSpec()));  // another tenant's
     use = HeadUse();
@@ -356,19 +340,10 @@ TEST(HeadRegistryTest, TheEndOfASessionDoesNotWaitForHeadsThatItLeftNothingOn) {
   const std::shared_ptr<Head> busy = registry.Create({"default", "busy"}, SmallSpec())->head;
   EXPECT_OK(SetWeights(*idle, std::vector<float>(15, 1.0f)));
   const SessionId session{1};
-  MicroBatchCall staged(idle, 0, 0, {{1, 2, 3}, {2}});
-  staged.Explicit().submission().session = session;
-  EXPECT_OK(staged.Run(engine));
+  EXPECT_OK(MicroBatchCall(idle, 0, 0, kRowOfToken2).Explicit().Session(session).Run(engine));
 
   ThreadGate gate;
-  std::thread load([&] {
-    const TensorSource source = [&](int64_t, int64_t element_count, void* out) {
-      gate.Stop();
-      std::fill_n(static_cast<float*>(out), element_count, 1.0f);
-      return absl::OkStatus();
-    };
-    EXPECT_OK(busy->SetTensors(busy->Describe().epoch, {{HeadTensor::kWeight, DataType::kFloat32, source, /*in_memory=*/true}}));
-  });
+  std::thread load([&] { SetSlowly(*busy, gate); });
   gate.AwaitStopped();
   absl::Notification dropped;
   std::thread drop([&] {

@@ -105,9 +105,7 @@ void Configure(MicroBatchCall& call, Commit commit) {
     call.Refuse();
     return;
   }
-  call.Explicit();
-  call.submission().hold = [] { return std::make_shared<const int>(0); };
-  call.submission().late_token_factors = commit == Commit::kLateFactors;
+  call.Held().submission().late_token_factors = commit == Commit::kLateFactors;
 }
 
 CommitArguments Decision(Commit commit) {

@@ -50,9 +50,7 @@ TEST_F(HeadTest, GradHiddenIsScaled) {
 TEST_F(HeadTest, AHigherAttemptTakesTheStagedOnesPlace) {
   head_ = MakeReadyHead(engine_, SpecWith(&HeadSpec::staging_slots, 1));
   ASSERT_OK(Stage(0, kRowOfToken2));
-  MicroBatchCall retry(head_, 0, 0, kRowOfToken4);
-  retry.submission().attempt = 1;
-  ASSERT_OK(retry.Explicit().Run(engine_));  // in the only slot
+  ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken4).Attempt(1).Explicit().Run(engine_));  // in the only slot
   EXPECT_REASON(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kAttemptSuperseded);
   EXPECT_TRUE(*CommitTo(head_, KeyOf(*head_), 0, 1, 1));
   EXPECT_EQ(ReadGradWeight(*head_), Gradient(4, {-5, 0, 7}));
@@ -62,11 +60,8 @@ TEST_F(HeadTest, StaleEpochsAndOtherStepsAreRefused) {
   MicroBatchCall stale(head_, 0, 0, kRowOfToken2);
   const Epoch old_epoch = head_->Describe().epoch;
   ASSERT_OK(SetWeights(*head_, std::vector<float>(15, 2.0f)));
-  const absl::Status refused = stale.Run(engine_).status();
-  EXPECT_REASON(refused, kEpochFenced);
-  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), EpochToHex(old_epoch));
-  EXPECT_EQ(GetErrorMetadata(refused).at("expected"), EpochToHex(head_->Describe().epoch));
-  EXPECT_EQ(GetErrorMetadata(refused).at("openStep"), "0");
+  EXPECT_ERROR(stale.Run(engine_), kEpochFenced, {"actual", EpochToHex(old_epoch)},
+               {"expected", EpochToHex(head_->Describe().epoch)}, {"openStep", "0"});
   EXPECT_REASON(Submit(0, kRowOfToken2, 1), kStepMismatch);
   EXPECT_REASON(head_->CheckEpoch(old_epoch), kEpochFenced);
   EXPECT_OK(head_->CheckEpoch(head_->Describe().epoch));
@@ -76,11 +71,8 @@ TEST_F(HeadTest, StaleEpochsAndOtherStepsAreRefused) {
 TEST_F(HeadTest, WeightVersionsAreCheckedAndReported) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   call.term().expected_weight_version = 2;
-  const absl::Status refused = call.Run(engine_).status();
-  EXPECT_REASON(refused, kWeightVersionMismatch);
-  EXPECT_EQ(GetErrorMetadata(refused).at("expected"), "2");
-  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), "1");
-  EXPECT_EQ(GetErrorMetadata(refused).at("field"), "head.expected_weight_version");
+  EXPECT_ERROR(call.Run(engine_), kWeightVersionMismatch, {"expected", "2"}, {"actual", "1"},
+               {"field", "head.expected_weight_version"});
   call.term().expected_weight_version = 1;
   EXPECT_OK(call.Run(engine_));
 }
@@ -132,8 +124,7 @@ TEST_F(HeadTest, ManyThreadsAddEveryContributionOnce) {
       // Every id is sent by two threads: one computes it, the other replays it or finds it in progress.
       const int64_t id = (thread / 2) * kPerThread + i;
       MicroBatchCall call(head_, 0, id, {{1, 0, static_cast<float>(id)}, {static_cast<int32_t>(id % 5)}});
-      call.term().term.loss = JsdSpec();
-      call.term().teacher_head = thread % 2 == 0 ? teacher : head_;
+      call.Teacher(thread % 2 == 0 ? teacher : head_);
       if (id % 2 == 1) call.Explicit();
       absl::StatusOr<SubmissionOutcome> outcome = call.Run(engine_);
       while (HasReason(outcome.status(), ErrorReason::kMicroBatchInProgress)) outcome = call.Run(engine_);

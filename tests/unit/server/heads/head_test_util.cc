@@ -85,6 +85,29 @@ MicroBatchCall& MicroBatchCall::ForwardOnly() {
   return *this;
 }
 
+MicroBatchCall& MicroBatchCall::Attempt(int64_t attempt) {
+  submission_.attempt = attempt;
+  return *this;
+}
+
+MicroBatchCall& MicroBatchCall::Session(const std::optional<heads::SessionId>& session) {
+  submission_.session = session;
+  return *this;
+}
+
+MicroBatchCall& MicroBatchCall::Held(Hold hold) {
+  submission_.explicit_commit = submission_.late_token_factors = true;
+  submission_.hold = std::move(hold);
+  return *this;
+}
+
+MicroBatchCall& MicroBatchCall::Teacher(const std::shared_ptr<heads::Head>& teacher) {
+  term().teacher_head = teacher;
+  term().term.loss = JsdSpec();
+  term().term.teacher_hidden = submission_.hidden;
+  return *this;
+}
+
 absl::StatusOr<heads::SubmissionOutcome> MicroBatchCall::Run(LossEngine& engine, const std::function<bool()>& cancelled) {
   return heads::Submit(submission_, engine, cancelled);
 }
@@ -171,6 +194,22 @@ void AddSecondTerm(MicroBatchCall& call, const std::shared_ptr<heads::Head>& oth
   term.head_epoch = other->Describe().epoch;
   term.step = KeyOf(*other).step;
   call.submission().terms.push_back(term);
+}
+
+heads::TensorUpdate Filled(HeadTensor tensor, float value, const std::function<absl::Status(int64_t start)>& before) {
+  return {tensor, DataType::kFloat32, [value, before](int64_t start, int64_t element_count, void* out) {
+            std::fill_n(static_cast<float*>(out), element_count, value);
+            return before != nullptr ? before(start) : absl::OkStatus();
+          }};
+}
+
+void SetSlowly(heads::Head& head, ThreadGate& gate) {
+  heads::TensorUpdate update = Filled(HeadTensor::kWeight, 1, [&gate](int64_t) {
+    gate.Stop();
+    return absl::OkStatus();
+  });
+  update.in_memory = true;
+  EXPECT_OK(head.SetTensors(head.Describe().epoch, {update}));
 }
 
 heads::StepKey KeyOf(const heads::Head& head) {

@@ -67,6 +67,14 @@ class MicroBatchCall {
   MicroBatchCall& Refuse();
   MicroBatchCall& FirstWins();
   MicroBatchCall& ForwardOnly();
+  MicroBatchCall& Attempt(int64_t attempt);
+  MicroBatchCall& Session(const std::optional<heads::SessionId>& session);
+  // EXPLICIT, and kept as rows by `hold`, whatever slots are free.
+  using Hold = std::function<absl::StatusOr<std::shared_ptr<const void>>()>;
+  MicroBatchCall& Held(Hold hold = HoldNothing);
+  static absl::StatusOr<std::shared_ptr<const void>> HoldNothing() { return std::make_shared<const int>(0); }
+  // With a teacher, whose rows are the call's own.
+  MicroBatchCall& Teacher(const std::shared_ptr<heads::Head>& teacher);
   absl::StatusOr<heads::SubmissionOutcome> Run(LossEngine& engine, const std::function<bool()>& cancelled = nullptr);
   const std::vector<float>& grad_hidden() const { return grad_hidden_; }
 
@@ -184,6 +192,11 @@ class ThreadGate {
   absl::Notification stopped_, open_;
 };
 
+// A tensor of one value; `before` is asked whenever a piece of it is read.
+heads::TensorUpdate Filled(HeadTensor tensor, float value, const std::function<absl::Status(int64_t start)>& before = nullptr);
+// Sets the weights to 1, and stops at the gate meanwhile.
+void SetSlowly(heads::Head& head, ThreadGate& gate);
+
 }  // namespace headwater::testing
 
 namespace headwater::heads {
@@ -192,6 +205,7 @@ using testing::AddSecondTerm;
 using testing::CancelledWait;
 using testing::DigestOf;
 using testing::FakeEngine;
+using testing::Filled;
 using testing::FrozenSpec;
 using testing::Gradient;
 using testing::kEngineError;
@@ -208,6 +222,7 @@ using testing::ReadWeight;
 using testing::ReasonOf;
 using testing::RunThreads;
 using testing::RunUntilItSleeps;
+using testing::SetSlowly;
 using testing::SetWeights;
 using testing::SmallSpec;
 using testing::SpecWith;

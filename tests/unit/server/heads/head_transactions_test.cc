@@ -25,7 +25,7 @@ constexpr SessionId kOtherSession = {2};
 class HeadTransactionsTest : public ::testing::Test {
  protected:
   // Lets a call be held as rows: keeps a counter of what is kept.
-  std::function<absl::StatusOr<std::shared_ptr<const void>>()> Hold() {
+  MicroBatchCall::Hold Hold() {
     return [this]() -> absl::StatusOr<std::shared_ptr<const void>> {
       ++holds_;
       return std::shared_ptr<const void>(this, [this](const void*) { --holds_; });
@@ -45,7 +45,7 @@ TEST_F(HeadTransactionsTest, ARepeatIsAnsweredWhateverAttemptWaits) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   ASSERT_OK(call.Run(engine_));
   MicroBatchCall higher(head_, 0, 0, kRowOfToken2);
-  higher.submission().attempt = 3;
+  higher.Attempt(3);
   std::thread announcer;
   const absl::StatusOr<SubmissionOutcome> repeat = call.Run(engine_, [&] {
     // Asked when the repeat has its locks, so the other attempt waits for them.
@@ -71,9 +71,7 @@ TEST_F(HeadTransactionsTest, ARepeatThatFailsLeavesAHigherAttemptAlone) {
   engine_.control().FailNext("Compute", kNotReady);
   repeats = std::thread([&] { EXPECT_REASON(MicroBatchCall(head_, 0, 0, kRowOfToken2).Run(engine_), kShardNotReady); });
   gate.AwaitStopped();
-  MicroBatchCall higher(head_, 0, 0, kRowOfToken4);
-  higher.submission().attempt = 1;
-  ASSERT_OK(higher.Run(engine_));
+  ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken4).Attempt(1).Run(engine_));
   EXPECT_EQ(StateOf(*head_, 0), ContributionState::kCommitted);
 }
 
@@ -81,7 +79,7 @@ TEST_F(HeadTransactionsTest, AFrozenHeadsTermIsNotAnnounced) {
   HeadSpec frozen = FrozenSpec();
   frozen.initial_step = 4;
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  call.submission().attempt = 1;
+  call.Attempt(1);
   SubmittedTerm beside = call.term();
   beside.head = MakeReadyHead(engine_, frozen, "frozen");
   beside.head_epoch.reset();
@@ -93,8 +91,7 @@ TEST_F(HeadTransactionsTest, AFrozenHeadsTermIsNotAnnounced) {
 
 TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileItIsRead) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  call.term().term.loss = JsdSpec();
-  call.term().teacher_head = other_;
+  call.Teacher(other_);
   std::thread setter;
   engine_.control().during_compute = [&] {
     setter = RunUntilItSleeps([&] { EXPECT_OK(SetWeights(*other_, std::vector<float>(15, 2.0f))); });
@@ -112,8 +109,7 @@ TEST_F(HeadTransactionsTest, ATeacherStaysAsItIsWhileWhatIsHeldIsAdded) {
   for (const bool deterministic : {false, true}) {
     head_ = MakeReadyHead(engine_, SmallSpec(), "student", deterministic ? in_order : HeadLimits());
     MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-    call.Explicit().submission().late_token_factors = true;
-    call.submission().hold = Hold();
+    call.Held(Hold());
     call.term().term.loss = JsdSpec();
     call.term().teacher_head = other_;
     ASSERT_OK(call.Run(engine_));
@@ -133,11 +129,8 @@ TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   AddSecondTerm(call, other_);
   ASSERT_OK(call.Explicit().Run(engine_));
-  const absl::Status refused = CommitTo(head_, KeyOf(*head_), 0, 0, 1).status();
-  EXPECT_REASON(refused, kInvalidCombination);
-  EXPECT_EQ(GetErrorMetadata(refused).at("field"), "heads");
-  EXPECT_EQ(GetErrorMetadata(refused).at("expected"), "2");
-  EXPECT_EQ(GetErrorMetadata(refused).at("actual"), "1");
+  EXPECT_ERROR(CommitTo(head_, KeyOf(*head_), 0, 0, 1), kInvalidCombination, {"field", "heads"}, {"expected", "2"},
+               {"actual", "1"});
   EXPECT_REASON(DiscardFrom(head_, KeyOf(*head_), 0, 0), kInvalidCombination);
   EXPECT_REASON(Commit({BothHeads()[0], BothHeads()[0]}, 0, 0, {}, std::nullopt), kInvalidCombination);
   EXPECT_REASON(Commit({}, 0, 0, {}, std::nullopt), kMissingField);
@@ -153,9 +146,7 @@ TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
 
 TEST_F(HeadTransactionsTest, AFullHeadReportsWhoseSlotsAreTaken) {
   const auto stage = [this](int64_t id, const std::optional<SessionId>& session) {
-    MicroBatchCall call(head_, 0, id, kRowOfToken2);
-    call.Explicit().submission().session = session;
-    return call.Run(engine_).status();
+    return MicroBatchCall(head_, 0, id, kRowOfToken2).Explicit().Session(session).Run(engine_).status();
   };
   const auto refusal = [&](const std::optional<SessionId>& session) {
     ErrorMetadata metadata = GetErrorMetadata(stage(2, session));
@@ -167,10 +158,7 @@ TEST_F(HeadTransactionsTest, AFullHeadReportsWhoseSlotsAreTaken) {
   EXPECT_EQ(refusal(std::nullopt), "0 of 2, 100");
   EXPECT_TRUE(*Discard({{head_, KeyOf(*head_)}}, 1, 0, kOtherSession));
   EXPECT_OK(stage(3, kSession));
-  MicroBatchCall held(head_, 0, 4, kRowOfToken2);
-  held.Explicit().submission().late_token_factors = true;
-  held.submission().hold = Hold();
-  EXPECT_OK(held.Run(engine_));
+  EXPECT_OK(MicroBatchCall(head_, 0, 4, kRowOfToken2).Held(Hold()).Run(engine_));
   // Only the session itself can free one, and it waits for this answer.
   EXPECT_EQ(refusal(kSession), "2 of 2, ");
   EXPECT_EQ(refusal(std::nullopt), "0 of 2, 100");
@@ -183,10 +171,7 @@ TEST_F(HeadTransactionsTest, ASlotMayBeTakenBetweenTheLookAndTheComputation) {
   const absl::Status taken = MakeError(ErrorReason::kStagingFull, "all slots are taken");
   MicroBatchCall call(head_, 0, 0, kRowOfToken2);
   engine_.control().FailNext("Compute", taken);
-  const absl::Status refused = call.Explicit().Run(engine_).status();
-  EXPECT_REASON(refused, kStagingFull);
-  EXPECT_EQ(GetErrorMetadata(refused).at("ownSlots"), "0");
-  EXPECT_EQ(GetErrorMetadata(refused).at("retryAfterMs"), "100");
+  EXPECT_ERROR(call.Explicit().Run(engine_), kStagingFull, {"ownSlots", "0"}, {"retryAfterMs", "100"});
   call.submission().hold = Hold();
   engine_.control().FailNext("Compute", taken);
   ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, call.Run(engine_));
@@ -197,13 +182,9 @@ TEST_F(HeadTransactionsTest, LateTokenFactorsNeedWhatIsHeld) {
   MicroBatchCall staged(head_, 0, 0, kRowOfToken2);
   ASSERT_OK(staged.Explicit().Run(engine_));
   const std::vector<DecisionTarget> target = {{head_, KeyOf(*head_)}};
-  const absl::Status refused = Commit(target, 0, 0, {1, {2.0F}}, std::nullopt).status();
-  EXPECT_REASON(refused, kInvalidCombination);
-  EXPECT_EQ(GetErrorMetadata(refused).at("field"), "token_factors");
+  EXPECT_ERROR(Commit(target, 0, 0, {1, {2.0F}}, std::nullopt), kInvalidCombination, {"field", "token_factors"});
   MicroBatchCall held(head_, 0, 1, kRowOfToken4);
-  held.Explicit().submission().late_token_factors = true;
-  held.submission().hold = Hold();
-  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, held.Run(engine_));
+  ASSERT_OK_AND_ASSIGN(const SubmissionOutcome outcome, held.Held(Hold()).Run(engine_));
   EXPECT_EQ(outcome.form, ContributionForm::kHeld);  // although a slot is free
   EXPECT_REASON(Commit(target, 1, 0, {1, {2.0F, 3.0F}}, std::nullopt), kShapeMismatch);
   EXPECT_REASON(Commit(target, 1, 0, {1, {std::numeric_limits<float>::infinity()}}, std::nullopt), kInvalidField);
@@ -218,23 +199,15 @@ TEST_F(HeadTransactionsTest, LateTokenFactorsNeedWhatIsHeld) {
   for (const auto member : {&LossTerm::entropy_factors, &LossTerm::lse_factors}) {
     MicroBatchCall call(head_, 0, ++id, kRowOfToken4);
     call.term().term.*member = absl::MakeConstSpan(&factor, 1);
-    call.Explicit().submission().late_token_factors = true;
-    call.submission().hold = Hold();
-    ASSERT_OK(call.Run(engine_));
+    ASSERT_OK(call.Held(Hold()).Run(engine_));
     EXPECT_REASON(Commit(target, id, 0, {1, {2.0F}}, std::nullopt), kInvalidCombination);
   }
 }
 
 TEST_F(HeadTransactionsTest, RowsThatTheSessionItselfHoldsAreNotWaitedFor) {
   const auto hold = [&](int64_t id, const std::optional<SessionId>& session, bool has_room) {
-    MicroBatchCall call(head_, 0, id, kRowOfToken2);
-    call.Explicit().submission().late_token_factors = true;
-    call.submission().session = session;
-    call.submission().hold = Hold();
-    if (!has_room) {
-      call.submission().hold = [] { return MakeError(ErrorReason::kStagingFull, "no room", {{"retryAfterMs", "500"}}); };
-    }
-    return call.Run(engine_).status();
+    const auto refuse = [] { return MakeError(ErrorReason::kStagingFull, "no room", {{"retryAfterMs", "500"}}); };
+    return MicroBatchCall(head_, 0, id, kRowOfToken2).Held(has_room ? Hold() : refuse).Session(session).Run(engine_).status();
   };
   EXPECT_OK(hold(0, kOtherSession, true));
   EXPECT_TRUE(GetErrorMetadata(hold(1, kSession, false)).contains("retryAfterMs"));
@@ -259,9 +232,7 @@ TEST_F(HeadTransactionsTest, ASealWaitsForUnexpectedOnesThatAreComputed) {
 // ---- sessions --------------------------------------------------------------------------------------------------------
 
 TEST_F(HeadTransactionsTest, OnlyItsSessionDecidesAContribution) {
-  MicroBatchCall call(head_, 0, 0, kRowOfToken2);
-  call.Explicit().submission().session = kSession;
-  ASSERT_OK(call.Run(engine_));
+  ASSERT_OK(MicroBatchCall(head_, 0, 0, kRowOfToken2).Explicit().Session(kSession).Run(engine_));
   const std::vector<DecisionTarget> target = {{head_, KeyOf(*head_)}};
   observability::BusyClock busy;
   EXPECT_REASON(Commit(target, 0, 0, {}, std::nullopt, &busy), kNotSessionOwner);
@@ -269,9 +240,7 @@ TEST_F(HeadTransactionsTest, OnlyItsSessionDecidesAContribution) {
   EXPECT_REASON(Commit(target, 0, 0, {}, kOtherSession), kNotSessionOwner);
   EXPECT_REASON(Discard(target, 0, 0, kOtherSession), kNotSessionOwner);
   EXPECT_TRUE(*Discard(target, 0, 1, kOtherSession));  // a higher attempt is anybody's
-  MicroBatchCall second(head_, 0, 1, kRowOfToken2);
-  second.Explicit().submission().session = kSession;
-  ASSERT_OK(second.Run(engine_));
+  ASSERT_OK(MicroBatchCall(head_, 0, 1, kRowOfToken2).Explicit().Session(kSession).Run(engine_));
   EXPECT_TRUE(*Commit(target, 1, 0, {}, kSession, &busy));
   EXPECT_GT(busy.total(), absl::ZeroDuration());
 }

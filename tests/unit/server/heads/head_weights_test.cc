@@ -35,7 +35,7 @@ class HeadWeightsTest : public ::testing::Test {
         .status();
   }
   absl::Status Submit(const std::shared_ptr<Head>& head, int64_t micro_batch) {
-    return MicroBatchCall(head, *head->Describe().open_step, micro_batch, {{1, 2, 3}, {2}}).Run(engine_).status();
+    return MicroBatchCall(head, *head->Describe().open_step, micro_batch, kRowOfToken2).Run(engine_).status();
   }
 
   FakeEngine engine_{2};
@@ -65,9 +65,7 @@ TEST_F(HeadWeightsTest, LoadingUntilEveryTensorIsThere) {
   EXPECT_REASON(head->ReadWeights(HeadTensor::kWeight, 0, 1, &value, std::nullopt), kWeightsNotLoaded);
   EXPECT_OK(head->GetSteps(epoch));
   ASSERT_OK(Set(*head, HeadTensor::kBias, bias_));
-  const absl::Status refused = Submit(head, 0);
-  EXPECT_REASON(refused, kWeightsNotLoaded);
-  EXPECT_EQ(GetErrorMetadata(refused).at("missing"), "weight");
+  EXPECT_ERROR(Submit(head, 0), kWeightsNotLoaded, {"missing", "weight"});
   ASSERT_OK(Set(*head, HeadTensor::kWeight, weight_));
   EXPECT_EQ(head->Describe().state, HeadState::kReady);
   EXPECT_EQ(head->Describe().epoch, epoch);  // nothing was there that could be continued
@@ -160,11 +158,7 @@ TEST_F(HeadWeightsTest, LargeTensorsComeInPieces) {
                            for (int64_t i = 0; i < count; ++i) static_cast<float*>(out)[i] = static_cast<float>((start + i) % 1001);
                            return absl::OkStatus();
                          }};
-  TensorUpdate bias = {HeadTensor::kBias, DataType::kFloat32, [](int64_t, int64_t count, void* out) {
-                         std::fill_n(static_cast<float*>(out), count, 3.0f);
-                         return absl::OkStatus();
-                       }};
-  ASSERT_OK(head->SetTensors(head->Describe().epoch, {bias, weight}));
+  ASSERT_OK(head->SetTensors(head->Describe().epoch, {Filled(HeadTensor::kBias, 3), weight}));
   EXPECT_EQ(next, 2 * 600 * width);  // read through once before
   EXPECT_EQ(pieces, 4);
   EXPECT_EQ(head->Describe().state, HeadState::kReady);
@@ -182,15 +176,10 @@ TEST_F(HeadWeightsTest, ASourceThatFailsLaterLeavesTheHeadAsItWas) {
   const std::shared_ptr<Head> loading = NewHead(spec, "loading");
   ASSERT_OK(Set(*loading, HeadTensor::kBias, std::vector<float>(600, 2.0f)));
   const absl::Status corrupt = MakeError(ErrorReason::kFileCorrupt, "the file ends early");
-  const TensorUpdate whole = {HeadTensor::kWeight, DataType::kFloat32, [](int64_t, int64_t count, void* out) {
-                                std::fill_n(static_cast<float*>(out), count, 3.0f);
-                                return absl::OkStatus();
-                              }};
-  const TensorUpdate ends_early = {HeadTensor::kWeight, DataType::kFloat32, [&](int64_t start, int64_t count, void* out) {
-                                     std::fill_n(static_cast<float*>(out), count, 3.0f);
-                                     return start > 0 ? corrupt : absl::OkStatus();
-                                   }};
-  const TensorUpdate no_bias = {HeadTensor::kBias, DataType::kFloat32, [&](int64_t, int64_t, void*) { return corrupt; }};
+  const TensorUpdate whole = Filled(HeadTensor::kWeight, 3);
+  const TensorUpdate ends_early =
+      Filled(HeadTensor::kWeight, 3, [&](int64_t start) { return start > 0 ? corrupt : absl::OkStatus(); });
+  const TensorUpdate no_bias = Filled(HeadTensor::kBias, 3, [&](int64_t) { return corrupt; });
   const std::vector<float> weight = ReadWeight(*ready);
   const int writes = engine_.control().CountOf("WriteTensor");
   for (const std::shared_ptr<Head>& head : {ready, loading}) {
@@ -211,10 +200,10 @@ TEST_F(HeadWeightsTest, ASourceThatFailsLaterLeavesTheHeadAsItWas) {
 TEST_F(HeadWeightsTest, AFencedCallReadsNothingAndSetsNothing) {
   const std::shared_ptr<Head> head = MakeReadyHead(engine_, SmallSpec());
   int reads = 0;
-  const TensorUpdate taken_meanwhile = {HeadTensor::kWeight, DataType::kFloat32, [&](int64_t, int64_t, void*) {
-                                          ++reads;
-                                          return head->Take(std::nullopt).status();
-                                        }};
+  const TensorUpdate taken_meanwhile = Filled(HeadTensor::kWeight, 3, [&](int64_t) {
+    ++reads;
+    return head->Take(std::nullopt).status();
+  });
   const std::vector<float> weight = ReadWeight(*head);
   EXPECT_REASON(head->SetTensors(NewEpoch(), {taken_meanwhile}), kEpochFenced);
   EXPECT_EQ(reads, 0);
@@ -227,11 +216,10 @@ TEST_F(HeadWeightsTest, ASourceThatChangesBehindItsReaderLosesTheHeadAndSaysSo) 
   const HeadSpec spec = SmallSpec(600, 1 << 12);  // two pieces
   const absl::Status corrupt = MakeError(ErrorReason::kFileCorrupt, "the file ends early");
   int begun = 0;
-  const TensorUpdate cut_meanwhile = {HeadTensor::kWeight, DataType::kFloat32, [&](int64_t start, int64_t count, void* out) {
-                                        begun += start == 0;
-                                        std::fill_n(static_cast<float*>(out), count, 3.0f);
-                                        return begun == 2 && start > 0 ? corrupt : absl::OkStatus();
-                                      }};
+  const TensorUpdate cut_meanwhile = Filled(HeadTensor::kWeight, 3, [&](int64_t start) {
+    begun += start == 0;
+    return begun == 2 && start > 0 ? corrupt : absl::OkStatus();
+  });
   const std::shared_ptr<Head> ready = MakeReadyHead(engine_, spec, "ready");
   const absl::Status lost = ready->SetTensors(ready->Describe().epoch, {cut_meanwhile}).status();
   EXPECT_REASON(lost, kEngineFailed);
@@ -304,9 +292,7 @@ TEST_F(HeadCheckpointTest, RestoresWeightsOptimizerAndStep) {
   ASSERT_OK_AND_ASSIGN(const SavedCheckpoint saved, head->Save(head->Describe().epoch, *store_, "a", false));
   EXPECT_EQ(saved.step, 1);
   EXPECT_GT(saved.total_bytes, 15 * 3 * 4);
-  const absl::Status other_step = head->Seal({head->Describe().epoch, 5}, int64_t{0}).status();
-  EXPECT_REASON(other_step, kStepMismatch);
-  EXPECT_EQ(GetErrorMetadata(other_step).at("checkpoints"), "a=1");
+  EXPECT_ERROR(head->Seal({head->Describe().epoch, 5}, int64_t{0}), kStepMismatch, {"checkpoints", "a=1"});
   EXPECT_REASON(head->Save(head->Describe().epoch, *store_, "a", false), kCheckpointAlreadyExists);
   EXPECT_EQ(store_->Read("default", "student", "a")->update_count, 1);
 
