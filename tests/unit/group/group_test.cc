@@ -26,15 +26,9 @@ using ::testing::HasSubstr;
 
 EngineOptions ThreeRanks() { return {.shard_count = 3, .shard_weights = {3, 1, 2}, .thread_count = 1}; }
 
-std::unique_ptr<ThreadedGroup> MakeGroup() {
-  auto group = ThreadedGroup::Create(ThreeRanks());
-  EXPECT_TRUE(group.ok()) << group.status();
-  return group.ok() ? *std::move(group) : nullptr;
-}
-
 std::unique_ptr<EngineHead> MakeHead(LossEngine& engine, const Problem& problem) {
   auto head = engine.CreateHead(problem.heads[0].spec);
-  EXPECT_TRUE(head.ok()) << head.status();
+  EXPECT_OK(head);
   WriteTensorValues(**head, HeadTensor::kWeight, problem.heads[0].weight);
   return *std::move(head);
 }
@@ -42,14 +36,13 @@ std::unique_ptr<EngineHead> MakeHead(LossEngine& engine, const Problem& problem)
 TEST(GroupFailure, AWorkerThatIsGoneLosesTheGroupAndAllItsRanks) {
   const Problem problem = MakeProblem(ProblemOptions());
   for (const size_t gone : {size_t{1}, size_t{2}}) {
-    const auto group = MakeGroup();
+    const auto group = ThreadedGroup::Make(ThreeRanks());
     const auto head = MakeHead(*group, problem);
     PreparedMicroBatch prepared(problem, {head.get()}, ComputeOptions());
-    ASSERT_TRUE(group->Compute(prepared.micro_batch).ok());
-    ASSERT_TRUE(group->health().ok());
+    ASSERT_OK(group->Compute(prepared.micro_batch));
+    ASSERT_OK(group->health());
     group->Cut(gone);
-    const auto result = group->Compute(prepared.micro_batch);
-    EXPECT_REASON(result, kEngineFailed);
+    EXPECT_REASON(group->Compute(prepared.micro_batch), kEngineFailed);
     EXPECT_REASON(group->health(), kEngineFailed);
     EXPECT_EQ(head->ZeroGradient(), group->health());
     EXPECT_EQ(group->CreateHead(problem.heads[0].spec).status(), group->health());
@@ -80,16 +73,14 @@ class HangingEngine final : public ForwardingEngine {
 
 TEST(GroupFailure, AWorkerWhoseDeviceHangsSaysSo) {
   absl::Notification answered, go_on;
-  const auto group =
-      ThreadedGroup::Create(ThreeRanks(), [&](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
-        auto engine = CreateCpuEngine(options);
-        if (options.group.rank == 2 && engine.ok()) engine = std::make_unique<HangingEngine>(*std::move(engine), go_on);
-        return engine;
-      });
-  ASSERT_TRUE(group.ok()) << group.status();
+  const auto group = ThreadedGroup::Make(ThreeRanks(), [&](const EngineOptions& options) {
+    MadeEngine engine = CreateCpuEngine(options);
+    if (options.group.rank == 2 && engine.ok()) engine = std::make_unique<HangingEngine>(*std::move(engine), go_on);
+    return engine;
+  });
   absl::Status status;
   std::thread caller([&] {
-    status = (*group)->PlanHead(MakeProblem(ProblemOptions()).heads[0].spec).status();
+    status = group->PlanHead(MakeProblem(ProblemOptions()).heads[0].spec).status();
     answered.Notify();
   });
   EXPECT_TRUE(answered.WaitForNotificationWithTimeout(absl::Seconds(30)));
@@ -97,7 +88,7 @@ TEST(GroupFailure, AWorkerWhoseDeviceHangsSaysSo) {
   caller.join();
   EXPECT_REASON(status, kEngineFailed);
   EXPECT_EQ(status.message(), "the device hangs");
-  EXPECT_EQ((*group)->health(), status);
+  EXPECT_EQ(group->health(), status);
 }
 
 TEST(GroupAssembly, TakesNoStrangersAndNoMoreThanItWants) {
@@ -115,11 +106,8 @@ TEST(GroupAssembly, TakesNoStrangersAndNoMoreThanItWants) {
   EXPECT_REASON(assembly->Serve(silent), kProtocolViolation);
   // A worker that leaves before the group is formed leaves its place to the next.
   for (int worker = 0; worker < 2; ++worker) {
-    v1::JoinRequest hello;
-    hello.mutable_hello()->set_version("this");
-    hello.mutable_hello()->set_port(1);
     TestCall leaving;
-    leaving.Write(hello);
+    leaving.Write(HelloOf("this"));
     leaving.Cancel();
     EXPECT_REASON(assembly->Serve(leaving), kCancelled);
   }
@@ -128,16 +116,15 @@ TEST(GroupAssembly, TakesNoStrangersAndNoMoreThanItWants) {
 }
 
 TEST(GroupAssembly, TellsWhyEveryRankRefuses) {
-  const auto group =
-      ThreadedGroup::Create(ThreeRanks(), [](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
-        return MakeError(ErrorReason::kInvalidField, options.group.rank == 2 ? "nor here" : "there is no room here");
-      });
+  const auto group = ThreadedGroup::Create(ThreeRanks(), [](const EngineOptions& options) -> MadeEngine {
+    return MakeError(ErrorReason::kInvalidField, options.group.rank == 2 ? "nor here" : "there is no room here");
+  });
   EXPECT_REASON(group, kEngineFailed);
   EXPECT_THAT(group.status().message(), HasSubstr("rank 1: there is no room here; rank 2: nor here"));
 }
 
 TEST(GroupAssembly, TellsWhoIsLateBesideWhoRefuses) {
-  const auto late = [](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
+  const auto late = [](const EngineOptions& options) -> MadeEngine {
     if (options.group.rank == 2) return MakeError(ErrorReason::kInvalidField, "there is no room here");
     absl::SleepFor(absl::Seconds(5));
     return CreateCpuEngine(options);
@@ -169,10 +156,7 @@ TEST(GroupAssembly, CanBeGivenUpAtAnyTimeOfItsForming) {
         group::RunWorker(call, one).IgnoreError();
         return;
       }
-      v1::JoinRequest hello;
-      hello.mutable_hello()->set_version("this");
-      hello.mutable_hello()->set_port(1);
-      call.Write(hello);
+      call.Write(HelloOf("this"));
       v1::JoinResponse welcome;
       EXPECT_TRUE(static_cast<group::WorkerChannel&>(call).Read(&welcome));
       assembly->GiveUp();
@@ -187,7 +171,7 @@ TEST(GroupAssembly, CanBeGivenUpAtAnyTimeOfItsForming) {
 }
 
 TEST(GroupAssembly, DoesNotListenToWhoeverComesTooLate) {
-  const auto group = MakeGroup();
+  const auto group = ThreadedGroup::Make(ThreeRanks());
   TestCall silent;
   EXPECT_REASON(group->assembly().Serve(silent), kFeatureNotBuilt);
 }
@@ -236,15 +220,14 @@ TEST(GroupRelease, DoesNotWaitForTheRanks) {
   EngineOptions two = ThreeRanks();
   two.shard_count = 2;
   two.shard_weights = {};
-  const auto made = ThreadedGroup::Create(two, [&](const EngineOptions& options) {
-    auto engine = CreateCpuEngine(options);
+  const auto group = ThreadedGroup::Make(two, [&](const EngineOptions& options) {
+    MadeEngine engine = CreateCpuEngine(options);
     if (engine.ok()) worker_engine = engine->get();
     return engine;
   });
-  ASSERT_TRUE(made.ok()) << made.status();
-  auto head = MakeHead(**made, MakeProblem(ProblemOptions()));
+  auto head = MakeHead(*group, MakeProblem(ProblemOptions()));
   ASSERT_GT(worker_engine.load()->planned_bytes(), 0);
-  (*made)->Pause(1, true);
+  group->Pause(1, true);
   absl::Notification released;
   std::thread owner([&] {
     head.reset();
@@ -252,7 +235,7 @@ TEST(GroupRelease, DoesNotWaitForTheRanks) {
   });
   EXPECT_TRUE(released.WaitForNotificationWithTimeout(absl::Seconds(20)));
   EXPECT_GT(worker_engine.load()->planned_bytes(), 0);
-  (*made)->Pause(1, false);
+  group->Pause(1, false);
   owner.join();
   EXPECT_TRUE(Await([&] { return worker_engine.load()->planned_bytes() == 0; }));
 }
@@ -261,33 +244,32 @@ TEST(GroupRelease, DoesNotWaitForTheRanks) {
 TEST(GroupTimes, SeparateComputingFromWaiting) {
   static constexpr absl::Duration kWait = absl::Milliseconds(30);
   std::atomic<group::GroupAssembly*> assembly = nullptr;
-  const auto made = ThreadedGroup::Create(ThreeRanks(), [&](const EngineOptions& options) {
+  const auto group = ThreadedGroup::Make(ThreeRanks(), [&](const EngineOptions& options) {
     EngineOptions slow = options;
     slow.shard_probe = [&assembly, rank = options.group.rank, done = std::make_shared<bool>(false)](ShardPhase phase, int32_t) {
-      group::GroupAssembly* const group = assembly.load();
-      if (rank == 2 && phase == ShardPhase::kAct && group != nullptr && !*done) {
+      group::GroupAssembly* const times = assembly.load();
+      if (rank == 2 && phase == ShardPhase::kAct && times != nullptr && !*done) {
         *done = true;
-        const absl::Duration start = group->rank_times()[0].waiting;
-        EXPECT_TRUE(Await([&] { return group->rank_times()[0].waiting - start >= kWait; }));
+        const absl::Duration start = times->rank_times()[0].waiting;
+        EXPECT_TRUE(Await([&] { return times->rank_times()[0].waiting - start >= kWait; }));
       }
       return absl::OkStatus();
     };
     return CreateCpuEngine(slow);
   });
-  ASSERT_TRUE(made.ok()) << made.status();
   const Problem problem = MakeProblem(ProblemOptions());
-  const auto head = MakeHead(**made, problem);
-  const auto before = (*made)->assembly().rank_times();
+  const auto head = MakeHead(*group, problem);
+  const auto before = group->assembly().rank_times();
   ASSERT_EQ(before.size(), 3u);
-  assembly = &(*made)->assembly();
+  assembly = &group->assembly();
   PreparedMicroBatch prepared(problem, {head.get()}, ComputeOptions());
-  ASSERT_TRUE((*made)->Compute(prepared.micro_batch).ok());
-  const auto first = (*made)->assembly().rank_times()[0];
+  ASSERT_OK(group->Compute(prepared.micro_batch));
+  const auto first = group->assembly().rank_times()[0];
   EXPECT_GE(first.waiting - before[0].waiting, kWait);
   EXPECT_GT(first.computing, before[0].computing);
   EXPECT_GT(first.communicating, absl::ZeroDuration());
   // A worker reports its times with its heartbeats.
-  EXPECT_TRUE(Await([&] { return (*made)->assembly().rank_times()[2].computing - before[2].computing >= kWait / 2; }));
+  EXPECT_TRUE(Await([&] { return group->assembly().rank_times()[2].computing - before[2].computing >= kWait / 2; }));
 }
 
 TEST(Restarter, KeepsTheArgumentsAndTheAddressesOnce) {

@@ -17,6 +17,7 @@
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"
 #include "tests/kernels/support/replica_suite.h"
+#include "tests/unit/expect_status.h"
 #include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/worker_threads.h"
 #include "tests/unit/run_threads.h"
@@ -40,20 +41,16 @@ EngineOptions Ranks(int32_t count) {
 
 // Each rank with one thread.
 std::unique_ptr<LossEngine> MakeGroup(EngineOptions options, bool links) {
-  if (links) {
-    auto group = ThreadedGroup::Create(options);
-    EXPECT_TRUE(group.ok()) << group.status();
-    return group.ok() ? *std::move(group) : nullptr;
-  }
+  if (links) return ThreadedGroup::Make(options);
   options.thread_count = options.shard_count;
   auto group = CreateLocalCpuGroup(options);
-  EXPECT_TRUE(group.ok()) << group.status();
+  EXPECT_OK(group);
   return group.ok() ? *std::move(group) : nullptr;
 }
 
 std::unique_ptr<LossEngine> MakeOne(const EngineOptions& options = Alone()) {
   auto engine = CreateCpuEngine(options);
-  EXPECT_TRUE(engine.ok()) << engine.status();
+  EXPECT_OK(engine);
   return *std::move(engine);
 }
 
@@ -111,9 +108,9 @@ TEST(ReplicaRefusals, AreClear) {
   deterministic.deterministic = true;
   for (const bool links : {false, true}) {
     const auto group = MakeGroup(deterministic, links);
-    EXPECT_TRUE(HasReason(group->PlanHead(spec).status(), ErrorReason::kInvalidCombination));
-    EXPECT_TRUE(HasReason(group->CreateHead(spec).status(), ErrorReason::kInvalidCombination));
-    EXPECT_TRUE(group->health().ok());
+    EXPECT_REASON(group->PlanHead(spec), kInvalidCombination);
+    EXPECT_REASON(group->CreateHead(spec), kInvalidCombination);
+    EXPECT_OK(group->health());
   }
   // One engine has one order of its own.
   EngineOptions alone = Alone();
@@ -150,31 +147,28 @@ TEST(ReplicaCalls, MixWithThoseOfShardedHeads) {
 // A worker goes while a micro-batch is in the middle of its computation on the leader's own rank: the group is lost to both.
 TEST(ReplicaFailure, ARankThatIsGoneLosesTheGroupWhateverTheOthersCompute) {
   const std::vector<Problem> problems = MakeReplicaProblems(2, false);
-  auto made = ThreadedGroup::Create(Ranks(2));
-  ASSERT_TRUE(made.ok()) << made.status();
-  ThreadedGroup& group = **made;
+  const std::unique_ptr<ThreadedGroup> made = ThreadedGroup::Make(Ranks(2));
+  ThreadedGroup& group = *made;
   ReplicaHeads heads(group, problems[0], Parallelism::kRows);
   // Both are computing when it goes.
-  class CuttingFlow final : public RowFlow {
-   public:
-    CuttingFlow(Meeting& meeting, std::function<void()> cut) : meeting_(meeting), cut_(std::move(cut)) {}
+  struct CuttingFlow final : RowFlow {
+    CuttingFlow(Meeting& at, ThreadedGroup& of) : meeting(at), group(of) {}
     absl::Status AwaitRows(int64_t) override { return absl::OkStatus(); }
     absl::Status Decide(const DigestBuilder*) override {
-      if (!meeting_.Arrive()) return absl::DeadlineExceededError("not at the same time");
-      cut_();
+      if (!meeting.Arrive()) return absl::DeadlineExceededError("not at the same time");
+      group.Cut(1);
       return absl::OkStatus();
     }
     void GradHiddenReady(int64_t) override {}
 
-   private:
-    Meeting& meeting_;
-    const std::function<void()> cut_;
+    Meeting& meeting;
+    ThreadedGroup& group;
   };
   Meeting meeting(2);
   std::vector<absl::Status> answers(2);
   RunThreads(2, [&](int64_t i) {
     PreparedMicroBatch prepared(problems[i], heads.pointers, {});
-    CuttingFlow flow(meeting, [&] { group.Cut(1); });
+    CuttingFlow flow(meeting, group);
     prepared.micro_batch.flow = &flow;
     answers[i] = group.Compute(prepared.micro_batch).status();
   });

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 
@@ -12,6 +13,13 @@ bool Await(const std::function<bool()>& condition) {
     if (condition()) return true;
   }
   return false;
+}
+
+v1::JoinRequest HelloOf(const std::string& version) {
+  v1::JoinRequest hello;
+  hello.mutable_hello()->set_version(version);
+  hello.mutable_hello()->set_port(1);
+  return hello;
 }
 
 group::AssemblyOptions LocalAssemblyOptions() {
@@ -37,6 +45,12 @@ absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Create(const Engin
   for (int32_t i = 0; i < assembly.workers; ++i) result->workers_.Join(worker);
   if (absl::Status formed = result->assembly_->Form(); !formed.ok()) return formed;
   return result;
+}
+
+std::unique_ptr<ThreadedGroup> ThreadedGroup::Make(const EngineOptions& options, const group::EngineMaker& make_engine) {
+  auto group = Create(options, make_engine);
+  EXPECT_OK(group);
+  return group.ok() ? *std::move(group) : nullptr;
 }
 
 TestCall& WorkerThreads::Join(const group::WorkerOptions& options) {

@@ -20,6 +20,11 @@
 
 namespace headwater::testing {
 
+using MadeEngine = absl::StatusOr<std::unique_ptr<LossEngine>>;
+
+// What a worker says first.
+v1::JoinRequest HelloOf(const std::string& version);
+
 // Something that happens on another thread, waited for: false if it has not within a minute.
 bool Await(const std::function<bool()>& condition);
 
@@ -138,6 +143,8 @@ class ThreadedGroup final : public ForwardingEngine {
   static absl::StatusOr<std::unique_ptr<ThreadedGroup>> Create(const EngineOptions& options,
                                                                const group::EngineMaker& make_engine = CreateCpuEngine,
                                                                absl::Duration setup_timeout = absl::Minutes(1));
+  // The same where nothing is to go wrong; null, and the test fails, if something does.
+  static std::unique_ptr<ThreadedGroup> Make(const EngineOptions& options, const group::EngineMaker& make_engine = CreateCpuEngine);
   // Ends the call of a worker: 1 for the first.
   void Cut(size_t worker) { workers_.call(worker - 1).Cancel(); }
   // A worker hears nothing from then on, or again: 1 for the first.

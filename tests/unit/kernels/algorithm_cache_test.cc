@@ -2,16 +2,13 @@
 #include "kernels/cuda/products/algorithm_cache.h"
 
 #include <sys/stat.h>
-#include <unistd.h>
 
-#include <cstdlib>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
 #include <string>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/unit/server/temporary_directory.h"
 
 namespace headwater::cuda {
 namespace {
@@ -26,20 +23,7 @@ constexpr AlgorithmWords kSecond = {8, 9, 10, 11, 12, 13, 14, 15};
 
 class AlgorithmCacheTest : public ::testing::Test {
  protected:
-  AlgorithmCacheTest() {
-    std::string folder = ::testing::TempDir() + "algorithm_cache_XXXXXX";
-    if (mkdtemp(folder.data()) == nullptr) std::abort();
-    folder_ = folder;
-    path_ = folder_ / "algorithms.json";
-  }
-  ~AlgorithmCacheTest() override { std::filesystem::remove_all(folder_); }
-
-  void Write(const std::string& text) const { std::ofstream(path_, std::ios::binary) << text; }
-  std::string Read() const {
-    std::ostringstream text;
-    text << std::ifstream(path_, std::ios::binary).rdbuf();
-    return text.str();
-  }
+  void Write(const std::string& text) const { headwater::testing::WriteFile(path_, text); }
   // A valid file with one entry, `key`, whose words are this JSON.
   static std::string FileWith(const std::string& key, const std::string& words) {
     return R"({"format": "headwater-algorithms-1", "algorithms": {")" + key + R"(": )" + words + "}}";
@@ -52,8 +36,9 @@ class AlgorithmCacheTest : public ::testing::Test {
     return R"({"format": "headwater-algorithms-1", "algorithms": {")" + entries + "}}";
   }
 
-  std::filesystem::path folder_;
-  std::filesystem::path path_;
+  const headwater::testing::TemporaryDirectory directory_;
+  const std::filesystem::path folder_ = directory_.path();
+  const std::filesystem::path path_ = folder_ / "algorithms.json";
 };
 
 TEST_F(AlgorithmCacheTest, KeepsEntriesFromStartToStart) {
@@ -165,7 +150,7 @@ TEST_F(AlgorithmCacheTest, OthersCanReadTheFileAndNothingElseIsLeft) {
   ASSERT_EQ(stat(path_.c_str(), &info), 0);
   EXPECT_EQ(info.st_mode & 0777, 0644u);
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), std::filesystem::directory_iterator()), 1);
-  EXPECT_THAT(Read(), HasSubstr("123456789abcdef0"));
+  EXPECT_THAT(headwater::testing::ReadFile(path_), HasSubstr("123456789abcdef0"));
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <string>
 #include <thread>
@@ -14,6 +13,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "headwater/kernels/product_rate.h"
+#include "tests/unit/server/temporary_directory.h"
 
 namespace headwater {
 namespace {
@@ -40,24 +40,15 @@ class OneProcessor {
 
 class MachineLimits : public ::testing::Test {
  protected:
-  MachineLimits() {
-    std::string pattern = ::testing::TempDir() + "machine_limits_XXXXXX";
-    root_ = mkdtemp(pattern.data());
-  }
-  ~MachineLimits() override { std::filesystem::remove_all(root_); }
-
   // The groups of a process whose /proc/self/cgroup has `membership`; `files` by path below the mount.
   ControlGroups Groups(const std::string& membership, const std::map<std::string, std::string>& files) {
-    for (const auto& [path, text] : files) {
-      const std::filesystem::path file = root_ + "/mount/" + path;
-      std::filesystem::create_directories(file.parent_path());
-      std::ofstream(file) << text << "\n";
-    }
-    std::ofstream(root_ + "/membership") << membership;
+    for (const auto& [path, text] : files) headwater::testing::WriteFile(root_ + "/mount/" + path, text + "\n");
+    headwater::testing::WriteFile(root_ + "/membership", membership);
     return {root_ + "/mount", root_ + "/membership"};
   }
 
-  std::string root_;
+  const headwater::testing::TemporaryDirectory directory_;
+  const std::string& root_ = directory_.path();
 };
 
 TEST_F(MachineLimits, TheSmallestQuotaOfAllGroupsAboveCounts) {

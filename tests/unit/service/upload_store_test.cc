@@ -16,7 +16,7 @@ namespace {
 using headwater::testing::FakeEngine;
 using headwater::testing::KeyOf;
 using headwater::testing::MakeReadyHead;
-using headwater::testing::SmallSpec;
+using headwater::testing::SpecWith;
 
 constexpr int64_t kWeightBytes = 60;  // of SmallSpec(): 5 x 3 in fp32
 constexpr int64_t kBiasBytes = 20;
@@ -25,9 +25,7 @@ class UploadStoreTest : public ::testing::Test {
  protected:
   // A head with a bias, whose step 0 is sealed.
   std::shared_ptr<heads::Head> SealedHead(const std::string& id) {
-    HeadSpec spec = SmallSpec();
-    spec.has_bias = true;
-    const std::shared_ptr<heads::Head> head = MakeReadyHead(engine_, spec, id);
+    const std::shared_ptr<heads::Head> head = MakeReadyHead(engine_, SpecWith(&HeadSpec::has_bias, true), id);
     EXPECT_OK(head->Seal(KeyOf(*head), int64_t{0}));
     return head;
   }
@@ -62,121 +60,104 @@ class UploadStoreTest : public ::testing::Test {
   FakeEngine engine_;
   absl::Time now_ = absl::UnixEpoch();
   UploadStore store_{100, [this] { return now_; }};
+  std::shared_ptr<heads::Head> head_ = SealedHead("head");
+  const std::shared_ptr<heads::Head> other_ = SealedHead("other");
 };
 
 TEST_F(UploadStoreTest, AShadowThatHasWaitedLongGivesWayToAnotherHead) {
-  const std::shared_ptr<heads::Head> dead = SealedHead("dead");
-  const std::shared_ptr<heads::Head> other = SealedHead("other");
-  EXPECT_FALSE(Replace(dead, Request(*dead, "weight")));  // its trainer dies before the bias
+  EXPECT_FALSE(Replace(head_, Request(*head_, "weight")));  // its trainer dies before the bias
   EXPECT_EQ(store_.reserved_bytes(), kWeightBytes);
   now_ += UploadStore::kShadowTime - absl::Seconds(1);
-  const absl::Status refused = store_.Open(other, Request(*other, "weight")).status();
-  EXPECT_REASON(refused, kInFlightBytesExceeded);
-  const ErrorMetadata metadata = GetErrorMetadata(refused);
-  EXPECT_EQ(metadata.at("limit"), "max_upload_bytes");
-  EXPECT_EQ(metadata.at("maximum"), "100");
-  EXPECT_EQ(metadata.at("requestedBytes"), "60");
-  EXPECT_EQ(metadata.at("availableBytes"), "40");
-  EXPECT_EQ(metadata.at("retryAfterMs"), "1000");
+  EXPECT_ERROR(store_.Open(other_, Request(*other_, "weight")), kInFlightBytesExceeded, {"limit", "max_upload_bytes"},
+               {"maximum", "100"}, {"requestedBytes", "60"}, {"availableBytes", "40"}, {"retryAfterMs", "1000"});
   EXPECT_EQ(store_.reserved_bytes(), kWeightBytes);
 
   now_ += absl::Seconds(1);
-  EXPECT_FALSE(Replace(other, Request(*other, "weight")));
+  EXPECT_FALSE(Replace(other_, Request(*other_, "weight")));
   EXPECT_EQ(store_.reserved_bytes(), kWeightBytes);
-  EXPECT_TRUE(Replace(other, Request(*other, "bias", HeadTensor::kBias)));
-  EXPECT_EQ(other->Describe().open_step, 1);
+  EXPECT_TRUE(Replace(other_, Request(*other_, "bias", HeadTensor::kBias)));
+  EXPECT_EQ(other_->Describe().open_step, 1);
   EXPECT_EQ(store_.reserved_bytes(), 0);
   // The step of the one that gave way needs all tensors again.
-  EXPECT_EQ(dead->Describe().open_step, 0);
-  EXPECT_FALSE(Replace(dead, Request(*dead, "late-bias", HeadTensor::kBias)));
-  EXPECT_TRUE(Replace(dead, Request(*dead, "weight-again")));
-  EXPECT_EQ(dead->Describe().open_step, 1);
+  EXPECT_EQ(head_->Describe().open_step, 0);
+  EXPECT_FALSE(Replace(head_, Request(*head_, "late-bias", HeadTensor::kBias)));
+  EXPECT_TRUE(Replace(head_, Request(*head_, "weight-again")));
+  EXPECT_EQ(head_->Describe().open_step, 1);
   EXPECT_EQ(store_.reserved_bytes(), 0);
 }
 
 TEST_F(UploadStoreTest, AShadowStaysWhereThereIsRoom) {
-  const std::shared_ptr<heads::Head> head = SealedHead("head");
-  const std::shared_ptr<heads::Head> other = SealedHead("other");
-  EXPECT_FALSE(Replace(head, Request(*head, "weight")));
+  EXPECT_FALSE(Replace(head_, Request(*head_, "weight")));
   now_ += absl::Hours(1);
-  EXPECT_FALSE(Replace(other, Request(*other, "bias", HeadTensor::kBias)));
+  EXPECT_FALSE(Replace(other_, Request(*other_, "bias", HeadTensor::kBias)));
   EXPECT_EQ(store_.reserved_bytes(), kWeightBytes + kBiasBytes);
-  EXPECT_TRUE(Replace(head, Request(*head, "bias", HeadTensor::kBias)));
+  EXPECT_TRUE(Replace(head_, Request(*head_, "bias", HeadTensor::kBias)));
   EXPECT_EQ(store_.reserved_bytes(), kBiasBytes);
 }
 
 TEST_F(UploadStoreTest, AShadowStaysWhileAStreamBringsItsHeadTheOtherTensor) {
-  const std::shared_ptr<heads::Head> head = SealedHead("head");
-  const std::shared_ptr<heads::Head> other = SealedHead("other");
-  EXPECT_FALSE(Replace(head, Request(*head, "weight")));
+  EXPECT_FALSE(Replace(head_, Request(*head_, "weight")));
   now_ += absl::Hours(1);
   {
-    ASSERT_OK_AND_ASSIGN(const UploadStore::Lease bias, store_.Open(head, Request(*head, "bias", HeadTensor::kBias)));
-    EXPECT_REASON(store_.Open(other, Request(*other, "weight")), kInFlightBytesExceeded);
+    ASSERT_OK_AND_ASSIGN(const UploadStore::Lease bias, store_.Open(head_, Request(*head_, "bias", HeadTensor::kBias)));
+    EXPECT_REASON(store_.Open(other_, Request(*other_, "weight")), kInFlightBytesExceeded);
     EXPECT_EQ(store_.reserved_bytes(), kWeightBytes + kBiasBytes);
   }
   // The stream was cut: first its upload gives way, then the shadow.
-  EXPECT_OK(store_.Open(other, Request(*other, "weight")));
+  EXPECT_OK(store_.Open(other_, Request(*other_, "weight")));
   EXPECT_EQ(store_.reserved_bytes(), kWeightBytes);
-  EXPECT_FALSE(Replace(head, Request(*head, "bias", HeadTensor::kBias)));
+  EXPECT_FALSE(Replace(head_, Request(*head_, "bias", HeadTensor::kBias)));
 }
 
 TEST_F(UploadStoreTest, AShadowDoesNotGiveWayToItsOwnHead) {
-  const std::shared_ptr<heads::Head> head = SealedHead("head");
-  const std::shared_ptr<heads::Head> other = SealedHead("other");
-  EXPECT_FALSE(Replace(head, Request(*head, "weight")));
+  EXPECT_FALSE(Replace(head_, Request(*head_, "weight")));
   now_ += absl::Hours(1);
   {
-    const absl::StatusOr<UploadStore::Lease> first = store_.Open(other, Request(*other, "1", HeadTensor::kBias));
-    const absl::StatusOr<UploadStore::Lease> second = store_.Open(other, Request(*other, "2", HeadTensor::kBias));
+    const absl::StatusOr<UploadStore::Lease> first = store_.Open(other_, Request(*other_, "1", HeadTensor::kBias));
+    const absl::StatusOr<UploadStore::Lease> second = store_.Open(other_, Request(*other_, "2", HeadTensor::kBias));
     ASSERT_OK(first);
     ASSERT_OK(second);
-    EXPECT_REASON(store_.Open(head, Request(*head, "bias", HeadTensor::kBias)), kInFlightBytesExceeded);
+    EXPECT_REASON(store_.Open(head_, Request(*head_, "bias", HeadTensor::kBias)), kInFlightBytesExceeded);
   }
-  EXPECT_TRUE(Replace(head, Request(*head, "bias", HeadTensor::kBias)));
+  EXPECT_TRUE(Replace(head_, Request(*head_, "bias", HeadTensor::kBias)));
 }
 
 TEST_F(UploadStoreTest, WhatMayBeRepeatedLeavesTheShadowAfterAWhileToo) {
-  const std::shared_ptr<heads::Head> head = SealedHead("head");
-  const std::shared_ptr<heads::Head> other = SealedHead("other");
-  EXPECT_FALSE(Replace(head, Request(*head, "weight")));
+  EXPECT_FALSE(Replace(head_, Request(*head_, "weight")));
   {
-    const UploadRequest request = Request(*head, "bias", HeadTensor::kBias);
+    const UploadRequest request = Request(*head_, "bias", HeadTensor::kBias);
     ASSERT_OK_AND_ASSIGN(UploadStore::Lease lease, store_.Open(head, request));
     EXPECT_OK(lease.Append(0, std::string(kBiasBytes, '\0')));
     ASSERT_OK_AND_ASSIGN(std::shared_ptr<const uint8_t> bytes, lease.Complete());
     engine_.control().FailNext("ZeroGradient", MakeError(ErrorReason::kShardNotReady, "a shard could not begin"));
-    EXPECT_REASON(head->Replace({request.epoch, *request.closes_step},
-                                heads::ShadowTensor{request.tensor, request.data_type, std::move(bytes), request.total_bytes}),
+    EXPECT_REASON(head_->Replace({request.epoch, *request.closes_step},
+                                 heads::ShadowTensor{request.tensor, request.data_type, std::move(bytes), request.total_bytes}),
                   kShardNotReady);
   }
   now_ += absl::Hours(1);
-  ASSERT_OK_AND_ASSIGN(const UploadStore::Lease weight, store_.Open(other, Request(*other, "weight")));
+  ASSERT_OK_AND_ASSIGN(const UploadStore::Lease weight, store_.Open(other_, Request(*other_, "weight")));
   EXPECT_EQ(store_.reserved_bytes(), kWeightBytes + kBiasBytes);  // its own, and the bias in the shadow
-  ASSERT_OK_AND_ASSIGN(const UploadStore::Lease bias, store_.Open(other, Request(*other, "bias", HeadTensor::kBias)));
-  EXPECT_REASON(store_.Open(other, Request(*other, "more", HeadTensor::kBias)), kInFlightBytesExceeded);
+  ASSERT_OK_AND_ASSIGN(const UploadStore::Lease bias, store_.Open(other_, Request(*other_, "bias", HeadTensor::kBias)));
+  EXPECT_REASON(store_.Open(other_, Request(*other_, "more", HeadTensor::kBias)), kInFlightBytesExceeded);
   now_ += UploadStore::kShadowTime;
-  EXPECT_OK(store_.Open(other, Request(*other, "more", HeadTensor::kBias)));
+  EXPECT_OK(store_.Open(other_, Request(*other_, "more", HeadTensor::kBias)));
   EXPECT_EQ(store_.reserved_bytes(), kWeightBytes + 2 * kBiasBytes);
 }
 
 TEST_F(UploadStoreTest, WhatNeverFitsIsNotToBeTriedAgain) {
-  const std::shared_ptr<heads::Head> head = SealedHead("head");
   UploadStore small(kWeightBytes - 1);
-  const absl::Status refused = small.Open(head, Request(*head, "weight")).status();
+  const absl::Status refused = small.Open(head_, Request(*head_, "weight")).status();
   EXPECT_REASON(refused, kMemoryBudgetExceeded);
   EXPECT_EQ(GetErrorMetadata(refused).count("retryAfterMs"), 0U);
   UploadStore enough(kWeightBytes);
-  EXPECT_OK(enough.Open(head, Request(*head, "weight")));
+  EXPECT_OK(enough.Open(head_, Request(*head_, "weight")));
 }
 
 TEST_F(UploadStoreTest, AHeadThatIsGoneTakesItsShadowAlong) {
-  std::shared_ptr<heads::Head> head = SealedHead("head");
-  EXPECT_FALSE(Replace(head, Request(*head, "weight")));
-  head.reset();
+  EXPECT_FALSE(Replace(head_, Request(*head_, "weight")));
+  head_.reset();
   EXPECT_EQ(store_.reserved_bytes(), 0);
-  const std::shared_ptr<heads::Head> other = SealedHead("other");
-  EXPECT_OK(store_.Open(other, Request(*other, "weight")));
+  EXPECT_OK(store_.Open(other_, Request(*other_, "weight")));
 }
 
 }  // namespace

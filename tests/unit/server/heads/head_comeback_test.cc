@@ -1,4 +1,5 @@
 // Heads that are deleted, that nobody uses, and that come back when the server starts again.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "head_test_util.h"
 #include "server/checkpoint/checkpoint_store.h"
 #include "server/heads/head_registry.h"
@@ -22,6 +23,10 @@ namespace {
 using checkpoint::CheckpointStore;
 using headwater::testing::FaultyFileSystem;
 using headwater::testing::MemoryFileSystem;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 constexpr char kRoot[] = "/store";
 const HeadName kName = {"default", "a"};
@@ -31,16 +36,25 @@ class HeadComebackTest : public ::testing::Test {
   HeadComebackTest() { Start(); }
 
   // Another process on the same files.
-  void Start(const RegistryLimits& limits = {}, int64_t keep = 0) {
+  void Start(const RegistryLimits& limits = {}) {
     registry_.reset();
     files_.Reset();
-    ASSERT_OK_AND_ASSIGN(std::unique_ptr<CheckpointStore> store, CheckpointStore::Open(kRoot, files_, keep));
+    ASSERT_OK_AND_ASSIGN(std::unique_ptr<CheckpointStore> store, CheckpointStore::Open(kRoot, files_));
     store_ = std::move(store);
     registry_ = std::make_unique<HeadRegistry>(engine_, limits, HeadLimits(), [this] { return now_; });
   }
-  std::vector<HeadRegistry::Comeback> Restart(const RegistryLimits& limits = {}, int64_t keep = 0) {
-    Start(limits, keep);
-    return registry_->RestoreAll(*store_);
+  // What came back: "a newest", and what there is to say of it: "a newest: checkpoint b cannot be loaded", "a : no memory".
+  std::vector<std::string> Restart(const RegistryLimits& limits = {}) {
+    Start(limits);
+    return RestoreAll();
+  }
+  std::vector<std::string> RestoreAll() {
+    comebacks_ = registry_->RestoreAll(*store_);
+    std::vector<std::string> all;
+    for (const HeadRegistry::Comeback& one : comebacks_) {
+      all.push_back(absl::StrCat(one.name.head, " ", one.checkpoint, one.note.empty() ? "" : absl::StrCat(": ", one.note)));
+    }
+    return all;
   }
   std::shared_ptr<Head> NewHead(const HeadName& name = kName, const HeadSpec& spec = SmallSpec(), float weight = 1) {
     const absl::StatusOr<HeadRegistry::Created> created = registry_->Create(name, spec, IfExists::kFail, store_.get());
@@ -74,7 +88,14 @@ class HeadComebackTest : public ::testing::Test {
   FaultyFileSystem files_{memory_};
   std::unique_ptr<CheckpointStore> store_;
   std::unique_ptr<HeadRegistry> registry_;
+  std::vector<HeadRegistry::Comeback> comebacks_;  // of the last start
 };
+
+// A comeback of the head from the checkpoint, of which this is said.
+template <typename... Texts>
+auto Says(const std::string& comeback, const Texts&... texts) {
+  return AllOf(StartsWith(comeback + ": "), HasSubstr(texts)...);
+}
 
 // ---- coming back -----------------------------------------------------------------------------------------------------
 
@@ -93,13 +114,8 @@ TEST_F(HeadComebackTest, HeadsComeBackFromTheirNewestCheckpoint) {
   Save(NewHead({"other", "teacher"}, FrozenSpec(), 3), "only");
   const Epoch old_epoch = student->Describe().epoch;
 
-  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
-  ASSERT_EQ(comebacks.size(), 2u);
-  EXPECT_EQ(comebacks[0].name.ToString(), "tenants/default/heads/a");
-  EXPECT_EQ(comebacks[0].checkpoint, "newest");
-  EXPECT_EQ(comebacks[0].note, "");
-  EXPECT_EQ(comebacks[1].name.ToString(), "tenants/other/heads/teacher");
-  EXPECT_EQ(comebacks[1].checkpoint, "only");
+  EXPECT_THAT(Restart(), ElementsAre("a newest", "teacher only"));
+  EXPECT_EQ(comebacks_.back().name.ToString(), "tenants/other/heads/teacher");
   EXPECT_EQ(registry_->size(), 2);
 
   const std::shared_ptr<Head> back = *registry_->Find(kName);
@@ -139,25 +155,17 @@ TEST_F(HeadComebackTest, ADamagedCheckpointGivesWayToTheNextOlderOne) {
     DoStep(head);
   }
   Damage(PathOf("b", "shard-00000-of-00001.safetensors"));
-  std::vector<HeadRegistry::Comeback> comebacks = Restart();
-  ASSERT_EQ(comebacks.size(), 1u);
-  EXPECT_EQ(comebacks[0].checkpoint, "a");
-  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "checkpoint b cannot be loaded")) << comebacks[0].note;
-  ASSERT_EQ(comebacks[0].skipped.size(), 1u);
-  EXPECT_EQ(comebacks[0].skipped[0].first, "b");
+  EXPECT_THAT(Restart(), ElementsAre(Says("a a", "checkpoint b cannot be loaded")));
+  ASSERT_EQ(comebacks_[0].skipped.size(), 1u);
+  EXPECT_EQ(comebacks_[0].skipped[0].first, "b");
   EXPECT_EQ((*registry_->Find(kName))->Describe().open_step, 1);
 
   Damage(PathOf("a", "manifest.json"));
-  comebacks = Restart();
-  EXPECT_EQ(comebacks[0].checkpoint, "c");
-  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "the manifest of checkpoint a is damaged")) << comebacks[0].note;
-  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "checkpoint b cannot be loaded")) << comebacks[0].note;
+  EXPECT_THAT(Restart(), ElementsAre(Says("a c", "the manifest of checkpoint a is damaged", "checkpoint b cannot be loaded")));
   EXPECT_EQ((*registry_->Find(kName))->Describe().open_step, 0);
 
   ASSERT_OK(memory_.RemoveTree(PathOf("c", "shard-00000-of-00001.safetensors")));
-  comebacks = Restart();
-  EXPECT_EQ(comebacks[0].checkpoint, "");
-  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "there is no whole checkpoint")) << comebacks[0].note;
+  EXPECT_THAT(Restart(), ElementsAre(Says("a ", "there is no whole checkpoint")));
   EXPECT_REASON(registry_->Find(kName), kHeadNotFound);
   EXPECT_EQ(registry_->size(), 0);
 
@@ -171,38 +179,22 @@ TEST_F(HeadComebackTest, ADamagedCheckpointGivesWayToTheNextOlderOne) {
 TEST_F(HeadComebackTest, DamagedManifestsAloneAreReported) {
   Save(NewHead(), "x");
   Damage(PathOf("x", "manifest.json"));
-  const std::vector<HeadRegistry::Comeback> comebacks = Restart({.max_tenant_memory_bytes = 1 << 20});
-  ASSERT_EQ(comebacks.size(), 1u);
-  EXPECT_EQ(comebacks[0].checkpoint, "");
-  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "x is damaged")) << comebacks[0].note;
-  EXPECT_EQ(comebacks[0].skipped.size(), 1u);
-  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "there is no whole checkpoint")) << comebacks[0].note;
+  EXPECT_THAT(Restart({.max_tenant_memory_bytes = 1 << 20}),
+              ElementsAre(Says("a ", "x is damaged", "there is no whole checkpoint")));
+  EXPECT_EQ(comebacks_[0].skipped.size(), 1u);
   EXPECT_EQ(registry_->size(), 0);
 }
 
 TEST_F(HeadComebackTest, WhatCannotBeCreatedIsLeftOut) {
   for (const char* id : {"a", "b", "c"}) Save(NewHead({"default", id}), "x");
-  std::vector<HeadRegistry::Comeback> comebacks = Restart({.max_heads = 2});
-  ASSERT_EQ(comebacks.size(), 3u);
-  EXPECT_EQ(comebacks[1].checkpoint, "x");
-  EXPECT_EQ(comebacks[2].checkpoint, "");
-  EXPECT_TRUE(absl::StrContains(comebacks[2].note, "the maximum is 2")) << comebacks[2].note;
+  EXPECT_THAT(Restart({.max_heads = 2}), ElementsAre("a x", "b x", Says("c ", "the maximum is 2")));
   EXPECT_EQ(registry_->size(), 2);
-
   engine_.control().FailNext("CreateHead", MakeError(ErrorReason::kMemoryBudgetExceeded, "no memory"), 1);
-  comebacks = Restart();
-  ASSERT_EQ(comebacks.size(), 3u);
-  EXPECT_EQ(comebacks[0].checkpoint, "x");
-  EXPECT_EQ(comebacks[1].checkpoint, "");
-  EXPECT_TRUE(absl::StrContains(comebacks[1].note, "no memory")) << comebacks[1].note;
-  EXPECT_EQ(comebacks[2].checkpoint, "x");
+  EXPECT_THAT(Restart(), ElementsAre("a x", Says("b ", "no memory"), "c x"));
   EXPECT_EQ(registry_->size(), 2);
-
   // An engine that fails while it loads: the head is not left behind half full.
   engine_.control().FailNext("WriteTensor", MakeError(ErrorReason::kEngineFailed, "gone"));
-  comebacks = Restart();
-  EXPECT_EQ(comebacks[0].checkpoint, "");
-  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "gone")) << comebacks[0].note;
+  EXPECT_THAT(Restart(), ElementsAre(Says("a ", "gone"), "b x", "c x"));
   EXPECT_EQ(registry_->size(), 2);
 }
 
@@ -210,10 +202,7 @@ TEST_F(HeadComebackTest, HeadsThatAreThereStay) {
   const std::shared_ptr<Head> head = NewHead();
   Save(head, "x");
   DoStep(head);
-  const std::vector<HeadRegistry::Comeback> comebacks = registry_->RestoreAll(*store_);
-  ASSERT_EQ(comebacks.size(), 1u);
-  EXPECT_EQ(comebacks[0].checkpoint, "");
-  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "there already")) << comebacks[0].note;
+  EXPECT_THAT(RestoreAll(), ElementsAre(Says("a ", "there already")));
   EXPECT_EQ(*registry_->Find(kName), head);
   EXPECT_EQ(head->Describe().open_step, 1);
   Damage(PathOf("x", "manifest.json"));
@@ -236,15 +225,10 @@ TEST_F(HeadComebackTest, RestoringStopsWhenItIsCancelled) {
 TEST_F(HeadComebackTest, DirectoriesThatAreNoHeadsAreReported) {
   Save(NewHead(), "x");
   ASSERT_OK(memory_.Rename(absl::StrCat(kRoot, "/default/a"), absl::StrCat(kRoot, "/default/Upper")));
-  std::vector<HeadRegistry::Comeback> comebacks = Restart();
-  ASSERT_EQ(comebacks.size(), 1u);
-  EXPECT_EQ(comebacks[0].checkpoint, "");
-  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "directory must be")) << comebacks[0].note;
+  EXPECT_THAT(Restart(), ElementsAre(Says("Upper ", "directory must be")));
   EXPECT_EQ(registry_->size(), 0);
   ASSERT_OK(memory_.RemoveTree(kRoot));
-  comebacks = registry_->RestoreAll(*store_);
-  ASSERT_EQ(comebacks.size(), 1u);
-  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "cannot be listed")) << comebacks[0].note;
+  EXPECT_THAT(RestoreAll(), ElementsAre(HasSubstr("cannot be listed")));
 }
 
 // ---- new heads under the names of former ones that did not come back -------------------------------------------------
@@ -407,9 +391,7 @@ TEST_F(HeadComebackTest, HeadsThatHaveChangedAreSaved) {
   changed->CheckpointRemoved(*store_);
   EXPECT_EQ(names(later), (std::vector<std::string>{"b"}));
 
-  const std::vector<HeadRegistry::Comeback> comebacks = Restart();
-  ASSERT_EQ(comebacks.size(), 3u);
-  for (const HeadRegistry::Comeback& comeback : comebacks) EXPECT_EQ(comeback.checkpoint, "drain");
+  EXPECT_THAT(Restart(), ElementsAre("a drain", "b drain", "teacher drain"));
   EXPECT_EQ((*registry_->Find({"default", "b"}))->Describe().open_step, 2);
   // Brought back, and taken: that is what the checkpoint is.
   const std::shared_ptr<Head> back = *registry_->Find(kName);
@@ -480,13 +462,11 @@ TEST_F(HeadComebackTest, AMicroBatchCanWaitForWeightsBeforeItIsSubmitted) {
 
 TEST_F(HeadComebackTest, RestoringReportsThatSumsMayDiffer) {
   Save(NewHead(), "x");
-  EXPECT_EQ(Restart()[0].note, "");
+  EXPECT_THAT(Restart(), ElementsAre("a x"));
   FakeEngine other(2);
-  HeadRegistry elsewhere(other, RegistryLimits(), HeadLimits());
-  const std::vector<HeadRegistry::Comeback> comebacks = elsewhere.RestoreAll(*store_);
-  ASSERT_EQ(comebacks.size(), 1u);
-  EXPECT_EQ(comebacks[0].checkpoint, "x");
-  EXPECT_TRUE(absl::StrContains(comebacks[0].note, "sums may differ")) << comebacks[0].note;
+  registry_ = std::make_unique<HeadRegistry>(other, RegistryLimits(), HeadLimits());
+  EXPECT_THAT(RestoreAll(), ElementsAre(Says("a x", "sums may differ")));
+  registry_.reset();  // before its engine
 }
 
 TEST_F(HeadComebackTest, AHeadsMemoryIsFreeBeforeItsNameIs) {

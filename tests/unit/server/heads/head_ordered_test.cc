@@ -55,14 +55,6 @@ HeadSpec Spec() {
 
 Payload RandomPayload(uint64_t seed) { return headwater::testing::RandomPayload(seed, kRows, kVocab, kWidth); }
 
-std::vector<float> RandomWeights(int64_t count) {
-  std::mt19937_64 random(7);
-  std::normal_distribution<float> normal(0, 0.3F);
-  std::vector<float> weights(static_cast<size_t>(count));
-  for (float& value : weights) value = normal(random);
-  return weights;
-}
-
 HeadLimits Deterministic(int64_t ordered_window = 1024) { return {.deterministic = true, .ordered_window = ordered_window}; }
 
 bool HasItsTurn(const Head& head, const StepKey& key, int64_t micro_batch) { return head.AwaitTurn(key, micro_batch, {}).ok(); }
@@ -73,10 +65,13 @@ class HeadOrderedTest : public ::testing::TestWithParam<int32_t> {
     return NewHead(*engine_, limits, id);
   }
   std::shared_ptr<Head> NewHead(LossEngine& engine, const HeadLimits& limits, const std::string& id = "student") {
-    absl::StatusOr<std::shared_ptr<Head>> head = Head::Create({kDefaultTenant, id}, Spec(), engine, limits, TestSequencer());
-    EXPECT_OK(head);
-    EXPECT_OK(SetWeights(**head, RandomWeights(kVocab * kWidth), RandomWeights(kVocab)));
-    return *head;
+    return MakeRandomHead(engine, Spec(), id, limits);
+  }
+  // A trainer's own part.
+  static absl::StatusOr<bool> AddOwn(const std::shared_ptr<Head>& head, int64_t id, int64_t attempt = 0) {
+    static const std::vector<float> rows(static_cast<size_t>(2 * kWidth), 0.37F);
+    return head->AddGradient(KeyOf(*head), id, attempt, Digest{7},
+                             GradientPart{.row_start = 3, .row_count = 2, .data = rows.data()}, nullptr);
   }
   // A call whose rows stay where they are until the test ends.
   MicroBatchCall& Call(const std::shared_ptr<Head>& head, int64_t id, int64_t attempt = 0) {
@@ -336,44 +331,37 @@ TEST_P(HeadOrderedTest, TheWindowIsFullAndTheFrontGetsThrough) {
 }
 
 TEST_P(HeadOrderedTest, ATrainersOwnPartTakesItsTurn) {
-  const std::vector<float> own(static_cast<size_t>(2 * kWidth), 0.37F);
-  const auto add = [&](const std::shared_ptr<Head>& head) {
-    return head->AddGradient(KeyOf(*head), 1, 0, Digest{7}, GradientPart{.row_start = 3, .row_count = 2, .data = own.data()},
-                             nullptr);
-  };
   const std::shared_ptr<Head> plain = NewHead(), head = NewHead();
   ASSERT_OK(Submit(plain, 0));
-  EXPECT_TRUE(*add(plain));
+  EXPECT_TRUE(*AddOwn(plain, 1));
   ASSERT_OK(Submit(plain, 2));
 
   ASSERT_OK(Submit(head, 2));
-  EXPECT_REASON(add(head), kOrderedWindowFull);
+  EXPECT_REASON(AddOwn(head, 1), kOrderedWindowFull);
   EXPECT_FALSE(HasItsTurn(*head, KeyOf(*head), 1));
   EXPECT_REASON(head->AwaitTurn(KeyOf(*head), 1, {}), kDeadlineExceeded);
   EXPECT_OK(head->AwaitTurn(KeyOf(*head), 1, {.deadline = absl::InfiniteFuture(), .step_deadline = absl::InfinitePast()}));
   EXPECT_REASON(head->AwaitTurn(KeyOf(*head), 1, CancelledWait()), kCancelled);
   std::thread waiter([&] {
     EXPECT_OK(head->AwaitTurn(KeyOf(*head), 1, AsLongAsItTakes()));
-    EXPECT_TRUE(*add(head));
+    EXPECT_TRUE(*AddOwn(head, 1));
   });
   ASSERT_OK(Submit(head, 0));
   waiter.join();
-  EXPECT_FALSE(*add(head));
+  EXPECT_FALSE(*AddOwn(head, 1));
   EXPECT_EQ(Waiting(*head), 0);
   EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
 }
 
 TEST_P(HeadOrderedTest, AnAttemptThatWasNotAddedLeavesItsGap) {
-  const std::vector<float> own(static_cast<size_t>(kWidth), 0.37F);
-  const GradientPart part = {.row_count = 1, .data = own.data()};
   const std::shared_ptr<Head> head = NewHead();
   EXPECT_FALSE(*DiscardFrom(head, KeyOf(*head), 0, 0));
   prepare_fails = true;
-  EXPECT_REASON(head->AddGradient(KeyOf(*head), 0, 1, Digest{7}, part, nullptr), kShardNotReady);
+  EXPECT_REASON(AddOwn(head, 0, 1), kShardNotReady);
   prepare_fails = false;
   ASSERT_OK(Submit(head, 1));
   EXPECT_EQ(Waiting(*head), 1);  // the trainer has begun another attempt of 0, which is to come
-  EXPECT_TRUE(*head->AddGradient(KeyOf(*head), 0, 1, Digest{7}, part, nullptr));
+  EXPECT_TRUE(*AddOwn(head, 0, 1));
   EXPECT_EQ(Waiting(*head), 0);
 }
 
@@ -417,7 +405,7 @@ TEST_P(HeadOrderedTest, ATeacherThatChangesMeanwhileLosesTheStep) {
   const std::shared_ptr<Head> head = NewHead(), teacher = NewHead(Deterministic(), "teacher");
   MicroBatchCall& call = Call(head, 1);
   ASSERT_OK(call.Teacher(teacher).Run(*engine_));
-  ASSERT_OK(SetWeights(*teacher, RandomWeights(kVocab * kWidth), RandomWeights(kVocab)));
+  SetRandomWeights(*teacher, 8);
   EXPECT_REASON(Submit(head, 0), kEngineFailed);
   EXPECT_EQ(head->Describe().state, HeadState::kLost);
   EXPECT_EQ(Waiting(*head), 0);
@@ -432,7 +420,7 @@ TEST_P(HeadOrderedTest, OnlyItsOwnTeachersMatterToAHead) {
   second.head_epoch = without->Describe().epoch;
   call.Teacher(teacher).submission().terms.push_back(second);
   ASSERT_OK(call.Run(*engine_));
-  ASSERT_OK(SetWeights(*teacher, RandomWeights(kVocab * kWidth), RandomWeights(kVocab)));
+  SetRandomWeights(*teacher, 8);
   EXPECT_OK(Submit(without, 0));
   EXPECT_EQ(Waiting(*without), 0);
   EXPECT_REASON(Submit(with, 0), kEngineFailed);
@@ -452,26 +440,21 @@ TEST_P(HeadOrderedTest, ADecisionTellsThatTheAdditionLostTheHead) {
 }
 
 TEST_P(HeadOrderedTest, ATrainersOwnPartAddsWhatWasDelayedFirst) {
-  const std::vector<float> own(static_cast<size_t>(kWidth), 0.37F);
-  const auto add = [&](const std::shared_ptr<Head>& head) {
-    return head->AddGradient(KeyOf(*head), 1, 0, Digest{7}, GradientPart{.row_count = 1, .data = own.data()}, nullptr);
-  };
   const std::shared_ptr<Head> plain = NewHead(), head = NewHead(Deterministic(1));
   ASSERT_OK(Submit(plain, 0));
-  EXPECT_TRUE(*add(plain));
+  EXPECT_TRUE(*AddOwn(plain, 1));
   Delay(head, 0);
   EXPECT_EQ(Waiting(*head), 1);
   // Nothing is missing, so there is nothing to wait for; but it is not added before its predecessor.
   EXPECT_TRUE(HasItsTurn(*head, KeyOf(*head), 1));
   EXPECT_FALSE(HasItsTurn(*head, KeyOf(*head), 2));
-  EXPECT_REASON(add(head), kShardNotReady);
+  EXPECT_REASON(AddOwn(head, 1), kShardNotReady);
   // One that is to be refused needs nothing added.
-  const GradientPart part = {.row_count = 1, .data = own.data()};
-  EXPECT_REASON(head->AddGradient(KeyOf(*head), 0, 0, Digest{7}, part, nullptr), kMicroBatchConflict);
+  EXPECT_REASON(AddOwn(head, 0), kMicroBatchConflict);
   prepare_fails = false;
-  EXPECT_TRUE(*add(head));
+  EXPECT_TRUE(*AddOwn(head, 1));
   EXPECT_EQ(Waiting(*head), 0);
-  EXPECT_FALSE(*add(head));
+  EXPECT_FALSE(*AddOwn(head, 1));
   ASSERT_OK(head->Seal(KeyOf(*head), int64_t{2}));
   EXPECT_EQ(ReadGradWeight(*head), ReadGradWeight(*plain));
 }

@@ -43,24 +43,29 @@ TEST(HeadNameTest, ParsesFullNamesOnly) {
   EXPECT_EQ(name.head, "7");
   EXPECT_EQ(name.ToString(), "tenants/a-b.c_d/heads/7");
   const std::string longest(64, 'a');
-  EXPECT_TRUE(ParseHeadName("tenants/" + longest + "/heads/" + longest, "name").ok());
-  const std::string wrong[] = {"",
-                               "student",
-                               "tenants/default/heads/",
-                               "tenants//heads/a",
-                               "tenants/default/heads/A",
-                               "tenants/default/heads/..",
-                               "tenants/default/heads/.a",
-                               "tenants/default/heads/a-",
-                               "tenants/default/heads/a/b",
-                               "tenants/default/head/a",
-                               "/tenants/default/heads/a",
-                               "tenants/default/heads/a\n",
-                               "tenants/default/heads/" + longest + "a",
-                               std::string("tenants/default/heads/a\0b", 25)};
-  for (const std::string& text : wrong) {
-    EXPECT_ERROR(ParseHeadName(text, "terms[0].head.name"), kInvalidName, {"field", "terms[0].head.name"}) << text;
+  for (const std::string& id : {std::string("a"), std::string("z"), std::string("0"), std::string("9"), std::string("a9z0"),
+                                std::string("z-a"), std::string("9.0"), longest}) {
+    EXPECT_OK(ParseHeadName("tenants/" + id + "/heads/" + id, "name"));
   }
+  const auto expect_refused = [](const std::string& text) {
+    EXPECT_ERROR(ParseHeadName(text, "terms[0].head.name"), kInvalidName, {"field", "terms[0].head.name"}) << text;
+  };
+  for (const char* id : {"", "A", "..", ".a", "-a", "a-", "a/b", "a\n", "`", "{", "/", ":", "a`", "9:"}) {
+    expect_refused(std::string("tenants/default/heads/") + id);
+  }
+  expect_refused("tenants/default/heads/" + longest + "a");
+  expect_refused(std::string("tenants/default/heads/a\0b", 25));
+  for (const char* name : {"", "student", "tenants//heads/a", "tenants/default/head/a", "/tenants/default/heads/a", "tenants/abc",
+                           "tenantz/a/heads/b", "tenants/a/headz/b", "tenants/a"}) {
+    expect_refused(name);
+  }
+}
+
+TEST(HeadNameTest, QuotesAWrongNameSafely) {
+  const std::string longest(160, 'x');
+  EXPECT_ERROR(ParseHeadName("a\nb\x1f\x7f\x80 ~", "name"), kInvalidName, {"actual", "a?b??? ~"});
+  EXPECT_ERROR(ParseHeadName(longest, "name"), kInvalidName, {"actual", longest});
+  EXPECT_ERROR(ParseHeadName(longest + "y", "name"), kInvalidName, {"actual", longest + "..."});
 }
 
 TEST(HeadNameTest, ParsesTenants) {

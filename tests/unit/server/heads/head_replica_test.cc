@@ -8,7 +8,6 @@
 #include <iterator>
 #include <memory>
 #include <optional>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -52,18 +51,7 @@ HeadSpec Spec(Parallelism parallelism) {
   return spec;
 }
 
-std::shared_ptr<Head> NewHead(LossEngine& engine, Parallelism parallelism) {
-  absl::StatusOr<std::shared_ptr<Head>> head =
-      Head::Create({kDefaultTenant, "student"}, Spec(parallelism), engine, HeadLimits(), TestSequencer());
-  EXPECT_OK(head);
-  std::mt19937_64 random(7);
-  std::normal_distribution<float> normal(0, 0.3f);
-  std::vector<float> weight(static_cast<size_t>(kVocab * kWidth)), bias(static_cast<size_t>(kVocab));
-  for (float& value : weight) value = normal(random);
-  for (float& value : bias) value = normal(random);
-  EXPECT_OK(SetWeights(**head, weight, bias));
-  return *head;
-}
+std::shared_ptr<Head> NewHead(LossEngine& engine, Parallelism parallelism) { return MakeRandomHead(engine, Spec(parallelism)); }
 
 Payload RandomPayload(int64_t id) {
   return headwater::testing::RandomPayload(static_cast<uint64_t>(id) + 1, kRows, kVocab, kWidth);

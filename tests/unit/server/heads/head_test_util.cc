@@ -138,6 +138,23 @@ std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& s
   return *head;
 }
 
+std::shared_ptr<heads::Head> MakeRandomHead(LossEngine& engine, const HeadSpec& spec, const std::string& id,
+                                            const heads::HeadLimits& limits) {
+  const std::shared_ptr<heads::Head> head = MakeReadyHead(engine, spec, id, limits);
+  SetRandomWeights(*head, 7);
+  return head;
+}
+
+void SetRandomWeights(heads::Head& head, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal(0, 0.3F);
+  const HeadSpec& spec = head.spec();
+  std::vector<float> weight(static_cast<size_t>(spec.vocab_size * spec.hidden_size));
+  std::vector<float> bias(spec.has_bias ? static_cast<size_t>(spec.vocab_size) : 0);
+  for (std::vector<float>* values : {&weight, &bias}) std::generate(values->begin(), values->end(), [&] { return normal(random); });
+  EXPECT_OK(SetWeights(head, weight, bias));
+}
+
 absl::Status SetWeights(heads::Head& head, const std::vector<float>& weight, const std::vector<float>& bias) {
   const absl::StatusOr<heads::HeadInfo> set = head.SetTensor(head.Describe().epoch, HeadTensor::kWeight, DataType::kFloat32,
                                                              weight.data(), static_cast<int64_t>(weight.size() * sizeof(float)));

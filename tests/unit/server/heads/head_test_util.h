@@ -146,6 +146,10 @@ heads::ApplyArguments Rate(double learning_rate, std::optional<double> max_grad_
 // A head with weights 0, 1, 2, ... (mod 7) on `engine`.
 std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& spec, const std::string& id = "student",
                                            const heads::HeadLimits& limits = {});
+// The same with normally distributed weights, of which each seed has others.
+std::shared_ptr<heads::Head> MakeRandomHead(LossEngine& engine, const HeadSpec& spec, const std::string& id = "student",
+                                            const heads::HeadLimits& limits = {});
+void SetRandomWeights(heads::Head& head, uint64_t seed);
 absl::Status SetWeights(heads::Head& head, const std::vector<float>& weight, const std::vector<float>& bias = {});
 
 std::vector<float> ReadGradWeight(const heads::Head& head);
@@ -213,6 +217,7 @@ using testing::KeyOf;
 using testing::kNotReady;
 using testing::kRowOfToken2;
 using testing::kRowOfToken4;
+using testing::MakeRandomHead;
 using testing::MakeReadyHead;
 using testing::MicroBatchCall;
 using testing::Payload;
@@ -222,6 +227,7 @@ using testing::ReadWeight;
 using testing::ReasonOf;
 using testing::RunThreads;
 using testing::RunUntilItSleeps;
+using testing::SetRandomWeights;
 using testing::SetSlowly;
 using testing::SetWeights;
 using testing::SmallSpec;
