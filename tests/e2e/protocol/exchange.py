@@ -1,6 +1,6 @@
 """Runs the script of a case: operations on a client in another process, and actions and checks on the scripted server in this one.
 
-A script has a line for each of
+A script has a line, or a part of one that `;` ends, for each of
     OPERATION ... [-> OUTCOME]   what the client does (protocol_driver.cc) and what comes of it: nothing or `attempt=1` and the
                                  like where it succeeds; else the reason, with what its message has in quotes
     ! ACTION ...                 what the server does: a method of ScriptedServer, or one of `Exchange._action_...`
@@ -10,11 +10,13 @@ A script has a line for each of
 import itertools
 import json
 import os
+import re
 import select
 import shlex
 import subprocess
 import time
 
+from expectations import eventually
 from google.protobuf.json_format import MessageToDict
 from scripted_server import LIMIT_S, ScriptedServer, answer, message_of, name_of
 
@@ -55,7 +57,7 @@ class Exchange:
     def run(self, script):
         """Runs all lines, then closes the clients; raises AssertionError with the line that failed."""
         try:
-            for line in filter(None, map(str.strip, script.splitlines())):
+            for line in filter(None, map(str.strip, re.split("[;\n]", script))):
                 try:
                     self._run_line(line)
                 except AssertionError as error:
@@ -115,17 +117,16 @@ class Exchange:
     # ---- what must hold -----------------------------------------------------------------------------------------------
 
     def _check_accepted(self, expected, order=""):
-        """What the server has accepted since it was last restarted; `once`: without repetitions, which add nothing."""
+        """What the server has accepted since it was last restarted, or the `first` of it; `once`: without what adds nothing."""
         actual = list(self._server.accepted)
         wanted = [line.strip() for line in expected.split(",") if line.strip()]
         if order == "once":
             actual = list(dict.fromkeys(actual))
+        elif order == "first":
+            actual = actual[:1]
         elif order == "in_any_order":
             actual, wanted = sorted(actual), sorted(wanted)
         assert actual == wanted, actual
-
-    def _check_accepted_first(self, expected):
-        assert self._server.accepted[:1] == [expected], self._server.accepted
 
     def _check_calls(self, expected, method):
         least, _, most = expected.partition("-")
@@ -157,9 +158,6 @@ class Exchange:
         actual = [name_of(epoch) for epoch in self._server.head(head).recovers]
         assert actual == expected.split(), actual
 
-    def _check_taken(self, expected):
-        assert self._server.count("TakeHead") == int(expected), self._server.count("TakeHead")
-
     def _check_epoch(self, expected, handle):
         assert (actual := self._driver.run(f"epoch {handle}")["epoch"]) == expected, actual
 
@@ -186,22 +184,10 @@ class Exchange:
 
     def _check_until(self, expected, method):
         """Waits until there were so many calls."""
-        deadline = time.monotonic() + LIMIT_S
-        while self._server.count(method) < int(expected):
-            assert time.monotonic() < deadline, self._server.count(method)
-            time.sleep(0.005)
+        eventually(lambda: self._server.count(method) >= int(expected), lambda: self._server.count(method), LIMIT_S)
 
     def _check_until_accepted(self, expected):
-        deadline = time.monotonic() + LIMIT_S
-        while expected not in self._server.accepted:
-            assert time.monotonic() < deadline, self._server.accepted
-            time.sleep(0.005)
-
-    def _check_held(self, _):
-        self._server.wait_until("is_held")
-
-    def _check_abandoned(self, _):
-        self._server.wait_until("is_abandoned")
+        eventually(lambda: expected in self._server.accepted, lambda: self._server.accepted, LIMIT_S)
 
     def _check_other_connection(self, _, method, other):
         peers = self._server.peers

@@ -1,5 +1,7 @@
-"""Certificates and keys for tests, made by openssl."""
+"""Certificates and keys for tests, made by openssl, and tokens."""
 
+import hashlib
+import json
 import subprocess
 
 
@@ -24,3 +26,17 @@ def make_signed(directory, name, authority="ca", days=2):
     make_key(directory, name, "-out", f"{name}.csr")
     signed = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key", "-CAcreateserial", "-days", str(days), "-extfile", "san"]
     openssl(directory, "x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.crt", *signed)
+
+
+def make_access(directory, token, **permissions):
+    """Certificates of a server, a client and their authority, and a file with a trainer's token; a server's flags by part."""
+    make_authority(directory, "ca")
+    for name in ("server", "client"):
+        make_signed(directory, name)
+    entry = {"name": "trainer", "compute": ["*"], "sha256": hashlib.sha256(token.encode()).hexdigest(), **permissions}
+    (directory / "tokens.json").write_text(json.dumps({"tokens": [entry]}))
+    return {
+        "tls": [f"--tls_certificate={directory}/server.crt", f"--tls_key={directory}/server.key"],
+        "clients": [f"--tls_client_ca={directory}/ca.crt"],
+        "tokens": [f"--token_file={directory}/tokens.json"],
+    }

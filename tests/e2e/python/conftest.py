@@ -53,7 +53,6 @@ class Server:
 
     def __init__(self, directory: Path, *flags: str, **process):
         self.directory = directory
-        self.address = f"unix:{directory}/hw.sock"
         self.checkpoints = directory / "checkpoints"
         self.load_root = directory / "load"
         self.load_root.mkdir()
@@ -62,7 +61,7 @@ class Server:
         ready = directory / "ready"
         self._command = [
             server_binary(),
-            f"--listen_addresses={self.address}",
+            f"--listen_addresses=unix:{directory}/hw.sock",
             f"--port_file={ready}",
             "--metrics_address=",
             f"--checkpoint_directory={self.checkpoints}",
@@ -87,6 +86,7 @@ class Server:
                 self.stop()
                 pytest.fail(f"headwaterd did not get ready: {log}", pytrace=False)
             time.sleep(0.02)
+        self.address = self._ready.read_text().split()[0]
 
     def metrics(self) -> dict[str, float]:
         """Its metrics by name with labels; start it with --metrics_address=127.0.0.1:0."""
@@ -224,6 +224,24 @@ def sharing():
     """A server of this host that shares memory, and its socket."""
     with running_server("--descriptor_socket={directory}/memory.sock") as server:
         yield server
+
+
+@pytest.fixture(params=("shared_memory", "grpc"))
+def slow(request, weight):
+    """A server that can be frozen, a head on it, and the way that rows take: each that there is."""
+    with running_server("--descriptor_socket={directory}/memory.sock") as server:
+        with headwater.connect(server.address, transport=request.param) as client:
+            yield server, client.create_head("slow", weight), request.param
+
+
+@pytest.fixture
+def scripted():
+    """A server that answers by a script."""
+    from scripted_server import ScriptedServer
+
+    server = ScriptedServer()
+    yield server
+    server.stop()
 
 
 _names = itertools.count()

@@ -6,14 +6,15 @@ tests/e2e/protocol/exchange.py has a language for its scripts.
 import collections
 import concurrent.futures
 import contextlib
-import inspect
+import re
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import numpy as np
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
 from headwater.v1 import (
     error_pb2,
     head_service_pb2,
@@ -29,29 +30,11 @@ from headwater.v1 import (
 VOCAB_SIZE, HIDDEN_SIZE = 8, 4
 OPEN_STEP = 5
 LIMIT_S = 10
-STATES = {"READY": head_service_pb2.HEAD_STATE_READY, "RESTORED": head_service_pb2.HEAD_STATE_RESTORED}
-# The code that belongs to a reason, where it is another one than ABORTED.
+# The code of each reason, as the product has them.
+ERRORS = Path(__file__).parents[3] / "kernels/include/headwater/kernels/error.h"
 CODES = {
-    "DRAINING": "UNAVAILABLE",
-    "STARTING": "UNAVAILABLE",
-    "SHARD_NOT_READY": "UNAVAILABLE",
-    "QUEUE_FULL": "RESOURCE_EXHAUSTED",
-    "STAGING_FULL": "RESOURCE_EXHAUSTED",
-    "IN_FLIGHT_BYTES_EXCEEDED": "RESOURCE_EXHAUSTED",
-    "ORDERED_WINDOW_FULL": "RESOURCE_EXHAUSTED",
-    "MEMORY_BUDGET_EXCEEDED": "RESOURCE_EXHAUSTED",
-    "QUOTA_EXCEEDED": "RESOURCE_EXHAUSTED",
-    "INVALID_FIELD": "INVALID_ARGUMENT",
-    "STEP_MISMATCH": "FAILED_PRECONDITION",
-    "STEP_SEALED": "FAILED_PRECONDITION",
-    "ENGINE_FAILED": "INTERNAL",
-    "NOT_SESSION_OWNER": "PERMISSION_DENIED",
-    "FEATURE_NOT_BUILT": "UNIMPLEMENTED",
-    "SESSION_NOT_FOUND": "NOT_FOUND",
-    "HEAD_NOT_FOUND": "NOT_FOUND",
-    "TRANSFER_NOT_FOUND": "NOT_FOUND",
-    "REGION_NOT_FOUND": "NOT_FOUND",
-    "DEADLINE_EXCEEDED": "DEADLINE_EXCEEDED",
+    reason: grpc.StatusCode[re.sub(r"\B(?=[A-Z])", "_", code).upper()]
+    for reason, code in re.findall(r"X\(k\w+, (\w+), k(\w+)\)", ERRORS.read_text())
 }
 # Calls that give a head another state, and with it another epoch.
 STATE_CHANGES = ("RestoreCheckpoint", "LoadWeights", "UploadWeights")
@@ -65,20 +48,19 @@ class Failure:
 
     code: grpc.StatusCode
     reason: str = ""
-    retry_after_s: float | None = None
+    retry_after_ms: int | None = None
     metadata: dict = field(default_factory=dict)
 
     def abort(self, context):
         status = error_pb2.RpcStatus(code=self.code.value[0], message="scripted")
-        details = []
+        details = {}
         if self.reason:
-            details.append(("ErrorInfo", error_pb2.ErrorInfo(reason=self.reason, domain="headwater", metadata=self.metadata)))
-        if self.retry_after_s is not None:
-            info = error_pb2.RetryInfo()
-            info.retry_delay.FromMilliseconds(int(self.retry_after_s * 1000))
-            details.append(("RetryInfo", info))
-        for name, message in details:
-            status.details.append(any_pb2.Any(type_url=f"type.googleapis.com/google.rpc.{name}", value=message.SerializeToString()))
+            details["ErrorInfo"] = error_pb2.ErrorInfo(reason=self.reason, domain="headwater", metadata=self.metadata)
+        if self.retry_after_ms is not None:
+            details["RetryInfo"] = error_pb2.RetryInfo()
+            details["RetryInfo"].retry_delay.FromMilliseconds(self.retry_after_ms)
+        for name, message in details.items():
+            status.details.add(type_url=f"type.googleapis.com/google.rpc.{name}", value=message.SerializeToString())
         if details:
             context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
         context.abort(self.code, "scripted")
@@ -106,8 +88,7 @@ def answer(word):
         return CUT if word == "CUT" else Failure(grpc.StatusCode.CANCELLED)
     reason, _, delay_ms = word.rstrip("!").partition("/")
     metadata = {"serverRestarts": "true"} if word.endswith("!") else {}
-    code = grpc.StatusCode[CODES.get(reason, "ABORTED")]
-    return Failure(code, reason, float(delay_ms) / 1000 if delay_ms else None, metadata)
+    return Failure(CODES[reason], reason, int(delay_ms) if delay_ms else None, metadata)
 
 
 @dataclass
@@ -144,26 +125,17 @@ def rows_sum(call):
     return f"{np.frombuffer(data, np.float32).sum():g}"
 
 
-def describe(method, call):
-    """One line on what a call does to its step; None if it does nothing."""
-    message = message_of(call)
-    if method == "ComputeLoss":
-        return f"loss {message.micro_batch} {rows_sum(call)}" if message.HasField("micro_batch") else None
-    if method == "AddGradient":
-        return f"gradient {message.micro_batch} {rows_sum(call)}"
-    if method == "CommitMicroBatch":
-        return f"commit {message.micro_batch} {message.factor:g}"
-    if method == "DiscardMicroBatch":
-        return f"discard {message.micro_batch}"
-    if method == "SealStep":
-        return "seal wait" if message.wait else "seal"
-    if method == "ApplyOptimizerStep":
-        return f"apply {message.head.step}"
-    if method == "DiscardGradient":
-        return f"discard_gradient {message.head.step}"
-    if method == "UploadWeights" and message.HasField("closes_step"):
-        return f"replace {message.closes_step}"
-    return None
+# One line on what a call does to its step, by method; None or no entry: nothing.
+LINES = {
+    "ComputeLoss": lambda it, call: f"loss {it.micro_batch} {rows_sum(call)}" if it.HasField("micro_batch") else None,
+    "AddGradient": lambda it, call: f"gradient {it.micro_batch} {rows_sum(call)}",
+    "CommitMicroBatch": lambda it, _: f"commit {it.micro_batch} {it.factor:g}",
+    "DiscardMicroBatch": lambda it, _: f"discard {it.micro_batch}",
+    "SealStep": lambda it, _: "seal wait" if it.wait else "seal",
+    "ApplyOptimizerStep": lambda it, _: f"apply {it.head.step}",
+    "DiscardGradient": lambda it, _: f"discard_gradient {it.head.step}",
+    "UploadWeights": lambda it, _: f"replace {it.closes_step}" if it.HasField("closes_step") else None,
+}
 
 
 def uses_of(method, message):
@@ -182,16 +154,6 @@ def uses_of(method, message):
     return [(use.head, use.head_epoch, use.step if has else None) for use, has in zip(steps, has_step, strict=True)]
 
 
-def _zeros(shape):
-    data = np.zeros(shape, np.float32)
-    yield head_service_pb2.DownloadTensorResponse(
-        header=head_service_pb2.DownloadTensorHeader(
-            data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=shape, total_bytes=data.nbytes, weight_version=1
-        )
-    )
-    yield head_service_pb2.DownloadTensorResponse(chunk=head_service_pb2.ByteChunk(offset_bytes=0, data=data.tobytes()))
-
-
 class ScriptedServer:
     """Answers as its heads' states and `fail` say, and writes down what it accepted since it was last restarted.
 
@@ -207,7 +169,8 @@ class ScriptedServer:
         self.peers = collections.defaultdict(list)
         self.times = collections.defaultdict(list)  # when they came
         self.uploads = {}
-        self.lease_s = None  # that sessions are granted; None: what they ask for
+        self.cut_at = None
+        self.lease = None  # that sessions are granted; None: what they ask for
         self.heads = {}
         self.incarnation = 0
         self.taken = self.changes = 0
@@ -218,15 +181,15 @@ class ScriptedServer:
         self._changed = threading.Condition()
         self.is_held = self.is_abandoned = False
         self._server = grpc.server(concurrent.futures.ThreadPoolExecutor(16), options=(("grpc.so_reuseport", 0),))
-        services = (
-            (loss_service_pb2_grpc.add_LossServiceServicer_to_server, loss_service_pb2_grpc.LossServiceServicer),
-            (head_service_pb2_grpc.add_HeadServiceServicer_to_server, head_service_pb2_grpc.HeadServiceServicer),
-            (session_service_pb2_grpc.add_SessionServiceServicer_to_server, session_service_pb2_grpc.SessionServiceServicer),
-        )
-        for add, base in services:
-            add(self._servicer(base), self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
-        self.address = f"127.0.0.1:{self.port}"
+        for module, name in (
+            (loss_service_pb2_grpc, "LossServiceServicer"),
+            (head_service_pb2_grpc, "HeadServiceServicer"),
+            (session_service_pb2_grpc, "SessionServiceServicer"),
+        ):
+            base = getattr(module, name)
+            methods = {method: self._handler(method) for method in vars(base) if not method.startswith("_")}
+            getattr(module, f"add_{name}_to_server")(type(name, (base,), methods)(), self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
     def stop(self):
@@ -243,44 +206,31 @@ class ScriptedServer:
     def count(self, method):
         return len(self.calls[method])
 
-    def _next_failure(self, method):
-        return self._failures[method].popleft() if self._failures[method] else self._always.get(method)
-
-    def _servicer(self, base):
-        methods = {name: self._handler(name) for name in vars(base) if not name.startswith("_")}
-        return type("Servicer", (base,), methods)()
-
     def _handler(self, name):
-        answer = getattr(self, f"_{name}", None) or (lambda _: EMPTY[name]())
-        wants_context = "context" in inspect.signature(answer).parameters
-        streams_answer = name in ("ComputeLoss", "UploadWeights", "DownloadGradient", "DownloadWeights")
+        answer = getattr(self, f"_{name}", lambda *_: EMPTY[name]())
 
         def begin(request, context):
+            """The request; of a stream, its messages; of an upload, which is read beside its answers, the first of them."""
+            message = [next(request)] if name == "UploadWeights" else list(request) if hasattr(request, "__next__") else request
             with self._lock:
-                failure = self._next_failure(name)
+                failure = self._failures[name].popleft() if self._failures[name] else self._always.get(name)
+                self.calls[name].append(message)
                 self.peers[name].append(context.peer())
                 self.times[name].append(time.monotonic())
-            messages = list(request) if hasattr(request, "__next__") else request
-            with self._lock:
-                self.calls[name].append(messages)
             if callable(failure):
                 failure()
             elif failure is not None:
                 failure.abort(context)
-            self.admit(name, messages, context)
-            return messages
+            self.admit(name, message, context)
+            return message
 
         def unary(_, request, context):
-            messages = begin(request, context)
-            return answer(messages, context) if wants_context else answer(messages)
+            return answer(begin(request, context), context)
 
         def stream(_, request, context):
-            if name == "UploadWeights":
-                yield from self._upload(request, context)
-            else:
-                yield from answer(begin(request, context))
+            yield from answer(begin(request, context), context, request)
 
-        return stream if streams_answer else unary
+        return stream if name in ("ComputeLoss", "UploadWeights", "DownloadGradient", "DownloadWeights") else unary
 
     # ---- what a script does -------------------------------------------------------------------------------------------
 
@@ -313,7 +263,7 @@ class ScriptedServer:
 
     def cut_upload(self, size_bytes):
         """The next upload is cut when so many bytes have come."""
-        self.fail("UploadWeights", int(size_bytes))
+        self.cut_at = int(size_bytes)
 
     def forget_sessions(self):
         """All leases end."""
@@ -321,7 +271,7 @@ class ScriptedServer:
 
     def grant(self, lease_s):
         """Sessions get this lease, whatever they ask for."""
-        self.lease_s = float(lease_s)
+        self.lease = duration_pb2.Duration(seconds=int(lease_s))
 
     def hold(self, *line):
         """Calls whose line begins so are not answered before `release`."""
@@ -357,7 +307,7 @@ class ScriptedServer:
 
     def admit(self, method, call, context):
         message = message_of(call)
-        line = describe(method, call)
+        line = LINES[method](message, call) if method in LINES else None
         if line is not None and self.held is not None and line.startswith(self.held):
             self._await_release(context)
         session = getattr(message, "session_id", b"")
@@ -422,33 +372,33 @@ class ScriptedServer:
                 trainable="frozen" not in name,
             ),
             epoch=head.epoch,
-            state=STATES[head.state],
+            state=f"HEAD_STATE_{head.state}",
             recovers_epochs=head.recovers,
             weight_checksum=head.checksum,
         )
         if message.spec.trainable:
             message.open_step = head.open_step
         else:
-            message.state = STATES["READY"]
+            message.state = head_service_pb2.HEAD_STATE_READY
         return message
 
-    def _GetServerInfo(self, _):
+    def _GetServerInfo(self, *_):
         return session_service_pb2.ServerInfo(version="scripted", incarnation=self.incarnation.to_bytes(16, "big"))
 
-    def _OpenSession(self, request):
-        reply = session_service_pb2.OpenSessionResponse(session_id=len(self.calls["OpenSession"]).to_bytes(32, "big"))
-        reply.lease.CopyFrom(self._lease())
-        self.open_sessions.add(reply.session_id)
-        return reply
+    def _lease(self):
+        return self.lease or self.calls["OpenSession"][-1].lease
+
+    def _OpenSession(self, request, _):
+        session = len(self.calls["OpenSession"]).to_bytes(32, "big")
+        self.open_sessions.add(session)
+        return session_service_pb2.OpenSessionResponse(session_id=session, lease=self._lease())
 
     def _KeepAlive(self, request, context):
         if request.session_id not in self.open_sessions:
             answer("SESSION_NOT_FOUND").abort(context)
-        reply = session_service_pb2.KeepAliveResponse()
-        reply.lease.CopyFrom(self._lease())
-        return reply
+        return session_service_pb2.KeepAliveResponse(lease=self._lease())
 
-    def _CloseSession(self, request):
+    def _CloseSession(self, request, _):
         self.open_sessions.discard(request.session_id)
         return session_service_pb2.CloseSessionResponse()
 
@@ -469,43 +419,41 @@ class ScriptedServer:
             answer("EPOCH_FENCED").abort(context)
         return self.head_message(request.name)
 
-    def _LoadWeights(self, request):
+    def _LoadWeights(self, request, _):
         return self.head_message(request.name)
 
     _RestoreCheckpoint = _LoadWeights
 
-    def _SaveCheckpoint(self, request):
+    def _SaveCheckpoint(self, request, _):
         return head_service_pb2.SaveCheckpointResponse(checkpoint=request.checkpoint)
 
-    def _DeleteCheckpoint(self, _):
+    def _DeleteCheckpoint(self, *_):
         return head_service_pb2.DeleteCheckpointResponse(deleted=True)
 
-    def _lease(self):
-        if self.lease_s is None:
-            return self.calls["OpenSession"][-1].lease
-        return duration_pb2.Duration(seconds=int(self.lease_s))
-
-    def _CreateHead(self, request):
+    def _CreateHead(self, request, _):
         return head_service_pb2.CreateHeadResponse(head=self.head_message(request.name), created=True)
 
-    def _ApplyOptimizerStep(self, request):
+    def _ApplyOptimizerStep(self, request, _):
         return head_service_pb2.ApplyOptimizerStepResponse(open_step=request.head.step + 1, clip_factor=1)
 
-    def _DiscardGradient(self, request):
+    def _DiscardGradient(self, request, _):
         return head_service_pb2.DiscardGradientResponse(open_step=request.head.step + 1)
 
-    def _DiscardMicroBatch(self, _):
+    def _DiscardMicroBatch(self, *_):
         return loss_service_pb2.DiscardMicroBatchResponse(dropped=True)
 
-    def _DownloadGradient(self, _):
-        yield from _zeros((VOCAB_SIZE, HIDDEN_SIZE))
+    def _DownloadGradient(self, *_):
+        shape, data = (VOCAB_SIZE, HIDDEN_SIZE), bytes(4 * VOCAB_SIZE * HIDDEN_SIZE)
+        types = {"data_type": tensor_pb2.DATA_TYPE_FLOAT32, "total_bytes": len(data), "weight_version": 1}
+        yield head_service_pb2.DownloadTensorResponse(header=head_service_pb2.DownloadTensorHeader(shape=shape, **types))
+        yield head_service_pb2.DownloadTensorResponse(chunk=head_service_pb2.ByteChunk(data=data))
 
     _DownloadWeights = _DownloadGradient
 
-    def _ComputeLoss(self, messages):
+    def _ComputeLoss(self, messages, *_):
         header = messages[0].header
         if header.return_grad_hidden:
-            rows = np.zeros((header.row_count, header.hidden_size), np.float32).tobytes()
+            rows = bytes(4 * header.row_count * header.hidden_size)
             yield loss_service_pb2.ComputeLossResponse(
                 chunk=loss_service_pb2.RowChunk(role=loss_service_pb2.CHUNK_ROLE_GRAD_HIDDEN, row_count=header.row_count, data=rows)
             )
@@ -517,19 +465,12 @@ class ScriptedServer:
             )
         )
 
-    def _upload(self, request, context):
-        """An announced failure is a number of bytes: the stream is cut once they have come."""
-        with self._lock:
-            cut_at = self._next_failure("UploadWeights")
-        header = next(request).header
-        with self._lock:
-            self.calls["UploadWeights"].append(header)
-        if isinstance(cut_at, Failure):
-            cut_at.abort(context)
-        self.admit("UploadWeights", header, context)
+    def _UploadWeights(self, first, context, rest):
+        cut_at, self.cut_at = self.cut_at, None
+        header = first[0].header
         data = self.uploads.setdefault(header.upload_id, bytearray())
         yield head_service_pb2.UploadWeightsResponse(resume_offset_bytes=len(data))
-        for message in request:
+        for message in rest:
             assert message.chunk.offset_bytes == len(data)
             data += message.chunk.data
             if cut_at is not None and len(data) >= cut_at:
@@ -538,13 +479,3 @@ class ScriptedServer:
         if header.HasField("closes_step"):
             head.open_step = header.closes_step + 1
         yield head_service_pb2.UploadWeightsResponse(head=head)
-
-
-@contextlib.contextmanager
-def scripted_server():
-    """One for a `with` statement."""
-    server = ScriptedServer()
-    try:
-        yield server
-    finally:
-        server.stop()

@@ -1,11 +1,10 @@
 """TLS and tokens from Python, and which addresses a server serves; access_test.cc has what the client core refuses."""
 
-import hashlib
-import json
+import itertools
 
 import numpy as np
 import pytest
-from certificates import make_authority, make_signed
+from certificates import make_access
 from conftest import running_server
 
 import headwater
@@ -14,30 +13,22 @@ NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 3000, 512, 32  # 6 MB of float32 rows: mor
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """Certificates of a server and a client, and a token file."""
-    directory = tmp_path_factory.mktemp("access")
-    make_authority(directory, "ca")
-    for name in ("server", "client"):
-        make_signed(directory, name)
-    entry = {"name": "trainer", "tenant": "team", "compute": ["*"], "admin": ["*"]}
-    (directory / "tokens.json").write_text(
-        json.dumps({"tokens": [{**entry, "sha256": hashlib.sha256(b"secret-trainer").hexdigest()}]})
-    )
-    return directory
+def access(tmp_path_factory):
+    """The folder with certificates of a server and a client, and a server's flags."""
+    folder = tmp_path_factory.mktemp("access")
+    return folder, make_access(folder, "secret-trainer", tenant="team", admin=["*"])
 
 
-def test_a_client_trains_with_tls_and_a_token(files, rng):
+def test_a_client_trains_with_tls_and_a_token(access, rng):
+    files, flags = access
     hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
     targets = rng.integers(0, VOCAB_SIZE, NUM_TOKENS).astype(np.int32)
     weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
-    flags = [f"--tls_certificate={files}/server.crt", f"--tls_key={files}/server.key", f"--tls_client_ca={files}/ca.crt"]
     tls = headwater.TLS(
         ca_certificate=f"{files}/ca.crt", client_certificate=f"{files}/client.crt", client_key=f"{files}/client.key"
     )
-    with running_server("--listen_addresses=127.0.0.1:0", f"--token_file={files}/tokens.json", *flags) as server:
-        address = server.output.read_text().split("listening on ")[1].split()[0]
-        with headwater.connect(address, tls=tls, token="secret-trainer", tenant="team") as client:
+    with running_server("--listen_addresses=127.0.0.1:0", *itertools.chain(*flags.values())) as server:
+        with headwater.connect(server.address, tls=tls, token="secret-trainer", tenant="team") as client:
             assert client.health() == "SERVING"
             head = client.create_head("trained", weight, optimizer=headwater.SGD())
             assert np.isfinite(head.cross_entropy(hidden, targets, micro_batch=0).loss_sum)
@@ -57,19 +48,15 @@ def test_a_client_trains_with_tls_and_a_token(files, rng):
         ("localhost:0", ("tokens",), 0),
     ],
 )
-def test_a_server_that_is_open_to_the_network_says_so(files, address, protection, warnings):
-    flags = {
-        "tls": [f"--tls_certificate={files}/server.crt", f"--tls_key={files}/server.key"],
-        "tokens": [f"--token_file={files}/tokens.json"],
-    }
-    with running_server(f"--listen_addresses={address}", *(flag for name in protection for flag in flags[name])) as server:
+def test_a_server_that_is_open_to_the_network_says_so(access, address, protection, warnings):
+    flags = (flag for name in protection for flag in access[1][name])
+    with running_server(f"--listen_addresses={address}", *flags) as server:
         assert server.log_text().count("unprotected") == warnings
 
 
-def test_admin_has_addresses_of_its_own(files):
-    with running_server(
-        f"--token_file={files}/tokens.json", "--admin_listen_addresses=unix:{directory}/admin.sock", "--unix_socket_mode=0600"
-    ) as server:
+def test_admin_has_addresses_of_its_own(access):
+    flags = (*access[1]["tokens"], "--admin_listen_addresses=unix:{directory}/admin.sock", "--unix_socket_mode=0600")
+    with running_server(*flags) as server:
         options = {"token": "secret-trainer", "tenant": "team"}
         weight = np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32)
         with headwater.connect(server.address, **options) as data:

@@ -3,10 +3,8 @@
 Each case is a process of its own, because this one has used gRPC, and because a child that hangs must not take the tests with it.
 """
 
-import subprocess
-import sys
-
 import pytest
+from expectations import run_python
 
 IN_A_FORK = """
 import os, select, signal, sys
@@ -86,8 +84,7 @@ head.delete(force=True)
 
 def run(program, *arguments):
     """Its output, line by line."""
-    command = [sys.executable, "-c", IN_A_FORK + program, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.splitlines()
+    return run_python(IN_A_FORK + program, *arguments).splitlines()
 
 
 @pytest.mark.parametrize("parent", ("is new", "is connected", "has closed"))

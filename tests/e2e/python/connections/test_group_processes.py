@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import START_TIMEOUT_S, running_server, server_binary
+from expectations import eventually
 
 import headwater
 
@@ -63,10 +64,9 @@ class Group:
         self._flags = [f"--gpus={ranks // 2}", f"--device={ranks // 2}", *worker_flags]
         self.start_worker()
 
-    def start_worker(self, *flags: str) -> None:
-        """Later flags win."""
-        command = [server_binary(), f"--join={self.leader.address}", "--engine=cuda", "--group_listen_host=127.0.0.1",
-                   "--algorithm_cache=", *self._flags, *flags]  # fmt: skip
+    def start_worker(self) -> None:
+        flags = ["--engine=cuda", "--group_listen_host=127.0.0.1", "--algorithm_cache=", *self._flags]
+        command = [server_binary(), f"--join={self.leader.address}", *flags]
         with (self.leader.directory / "worker-log").open("ab") as log:
             self.worker = subprocess.Popen(command, stderr=log)
 
@@ -74,25 +74,19 @@ class Group:
         self.worker.send_signal(signal.SIGKILL)
         self.worker.wait(START_TIMEOUT_S)
 
-    def await_log(self, *texts: str) -> None:
-        """Until leader and worker together have logged all of them."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not all(text in self.logs() for text in texts):
-            assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.05)
-
     def logs(self) -> str:
         return self.leader.log_text() + (self.leader.directory / "worker-log").read_text(errors="replace")
 
     def await_serving(self, not_in: bytes = b"") -> None:
         """In another incarnation than `not_in`."""
-        deadline = time.monotonic() + 2 * START_TIMEOUT_S
-        while True:
+
+        def serves() -> bool:
+            assert self.leader.process.poll() is None, self.logs()
             with contextlib.suppress(headwater.HeadwaterError), headwater.connect(self.leader.address, timeout_s=5) as client:
-                if client.health() == "SERVING" and client.server_info().incarnation != not_in:
-                    return
-            assert time.monotonic() < deadline and self.leader.process.poll() is None, self.logs()
-            time.sleep(0.05)
+                return client.health() == "SERVING" and client.server_info().incarnation != not_in
+            return False
+
+        eventually(serves, self.logs, 2 * START_TIMEOUT_S)
 
 
 @contextlib.contextmanager
@@ -117,6 +111,12 @@ def bits(array) -> np.ndarray:
     return array.to_float32() if isinstance(array, headwater.BFloat16) else array
 
 
+def outputs_of(name, out) -> dict:
+    """What has come back, by name."""
+    fields = ("loss_sum", "token_loss", "lse", "entropy", "argmax", "grad_hidden")
+    return {f"{name} {field}": np.array(bits(value)) for field in fields if (value := getattr(out, field)) is not None}
+
+
 class Training:
     """A student and its teacher, and what a few steps of both losses yield; the same numbers wherever it runs."""
 
@@ -130,12 +130,6 @@ class Training:
         self.teacher = client.create_head("teacher", values(rng, VOCAB_SIZE, data_type, scale), trainable=False)
         self.outputs = {}  # by name
 
-    def keep(self, name: str, out) -> None:
-        for field in ("loss_sum", "token_loss", "lse", "entropy", "argmax", "grad_hidden"):
-            value = getattr(out, field)
-            if value is not None:
-                self.outputs[f"{name} {field}"] = np.array(bits(value))
-
     def step(self, step: int) -> None:
         rng = np.random.default_rng([12, step])
         micro_batch = 0
@@ -148,12 +142,12 @@ class Training:
                 hidden, targets, micro_batch=micro_batch, label_smoothing=0.1, outputs=("token_loss", "lse", "entropy", "argmax"),
                 **common,
             )  # fmt: skip
-            self.keep(f"step {step} cross entropy of {rows}", out)
+            self.outputs |= outputs_of(f"step {step} cross entropy of {rows}", out)
             out = self.student.jsd(
                 hidden, self.teacher, taught, targets=targets, micro_batch=micro_batch + 1, hard_loss_weight=0.25, beta=0.3,
                 outputs=("token_loss",), **common,
             )  # fmt: skip
-            self.keep(f"step {step} divergence of {rows}", out)
+            self.outputs |= outputs_of(f"step {step} divergence of {rows}", out)
             micro_batch += 2
         result = self.student.apply_optimizer_step(
             learning_rate=0.01, expected_micro_batches=micro_batch, max_grad_norm=1.0, step=step
@@ -162,10 +156,10 @@ class Training:
         self.outputs[f"step {step} weight"] = np.array(bits(self.student.weight(dtype="float32")))
 
 
-def train(address: str, data_type: str, steps: int = STEPS) -> dict:
+def train(address: str, data_type: str) -> dict:
     with headwater.connect(address) as client:
         training = Training(client, data_type)
-        for step in range(steps):
+        for step in range(STEPS):
             training.step(step)
         return training.outputs
 
@@ -220,14 +214,9 @@ def train_by_rows(server) -> tuple[dict, np.ndarray]:
             )
             outputs = {}
             for micro_batch, out in enumerate(results):
-                outputs[f"{micro_batch} loss"] = np.array(out.loss_sum)
-                outputs[f"{micro_batch} token_loss"] = out.token_loss
-                outputs[f"{micro_batch} grad_hidden"] = bits(out.grad_hidden)
+                outputs |= outputs_of(micro_batch, out)
         # Workers tell their times twice a second.
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while any(now <= then for now, then in zip(computing(), before, strict=True)):
-            assert time.monotonic() < deadline, (before, computing())
-            time.sleep(0.1)
+        eventually(lambda: all(now > then for now, then in zip(computing(), before, strict=True)), lambda: (before, computing()))
         return outputs, np.array(student.gradient())
 
 
@@ -248,26 +237,21 @@ def kill_in_a_micro_batch(group: Group, student) -> None:
     """Kills the worker while the leader computes a micro-batch of step 1, which must be answered."""
     hidden = values(np.random.default_rng(1), ROWS[-1], "float32")
     answered = threading.Semaphore(0)
-    errors = []
 
     def submit_until_failure():
-        try:
-            for micro_batch in range(1_000_000):
-                student.cross_entropy(hidden, np.zeros(ROWS[-1], np.int64), micro_batch=micro_batch, step=1)
-                answered.release()
-        except headwater.HeadwaterError as error:
-            errors.append(error)
+        for micro_batch in range(1_000_000):
+            student.cross_entropy(hidden, np.zeros(ROWS[-1], np.int64), micro_batch=micro_batch, step=1)
+            answered.release()
 
-    caller = threading.Thread(target=submit_until_failure)
-    caller.start()
-    for _ in range(2):
-        assert answered.acquire(timeout=START_TIMEOUT_S), group.logs()
-    start = time.monotonic()
-    group.kill_worker()
-    caller.join(START_TIMEOUT_S)
-    print(f"answered after {time.monotonic() - start:.2f} s: {errors}")
-    assert not caller.is_alive(), group.logs()
-    assert isinstance(errors[0], headwater.StepLostError), group.logs()
+    with concurrent.futures.ThreadPoolExecutor(1) as callers:
+        calls = callers.submit(submit_until_failure)
+        for _ in range(2):
+            assert answered.acquire(timeout=START_TIMEOUT_S), group.logs()
+        start = time.monotonic()
+        group.kill_worker()
+        error = calls.exception(START_TIMEOUT_S)
+    print(f"answered after {time.monotonic() - start:.2f} s: {error}")
+    assert isinstance(error, headwater.StepLostError), group.logs()
     group.start_worker()
     group.await_serving()
     print(f"back after {time.monotonic() - start:.2f} s")
@@ -276,7 +260,7 @@ def kill_in_a_micro_batch(group: Group, student) -> None:
 def test_a_worker_that_is_killed_costs_the_open_step_alone(ranks):
     """Killed in the middle of a micro-batch: it is answered, the group begins anew, and the training ends with the same bits."""
     with running_group(ranks) as group:
-        expected = train(group.leader.address, "float32", 2)
+        expected = train(group.leader.address, "float32")
     with running_group(ranks, "--rank_timeout=60s") as group:
         with headwater.connect(group.leader.address) as client:
             training = Training(client, "float32")
@@ -322,7 +306,7 @@ def test_a_worker_that_is_asked_to_end_costs_nothing(stand_in):
             assert np.array_equal(head.weight(dtype="float32"), weight)
         # Of no group, it ends at once.
         group.leader.kill()
-        group.await_log("Connection refused")
+        eventually(lambda: "Connection refused" in group.logs(), group.logs)
         group.worker.send_signal(signal.SIGTERM)
         assert group.worker.wait(START_TIMEOUT_S) == 0, group.logs()
 

@@ -8,7 +8,6 @@ import ctypes
 import os
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -31,22 +30,17 @@ def enter_namespace() -> bool:
     return "inet6 ::1" in addresses and "inet " not in addresses
 
 
-def await_scrape(port: str, text: str) -> str:
-    """The metrics page, once it has `text`."""
-    deadline = time.monotonic() + TIMEOUT_S / 2
-    while True:
-        with urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=10) as page:
-            found = page.read().decode()
-        if text in found:
-            return found
-        assert time.monotonic() < deadline, f"{text!r} is not in {found}"
-        time.sleep(0.1)
+def scrape(port: str) -> str:
+    """The metrics page."""
+    with urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=10) as page:
+        return page.read().decode()
 
 
 def train_in_a_group(join: str) -> None:
     """Forms a group whose worker joins at `join`, and trains a step."""
     import numpy as np
     from conftest import running_server, server_binary
+    from expectations import eventually
 
     import headwater
 
@@ -70,7 +64,7 @@ def train_in_a_group(join: str) -> None:
                 assert abs(out.loss_sum - loss) <= 1e-5 * loss
                 head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
             metrics_port = leader.output.read_text().split("metrics on port ")[1].split()[0]
-            assert "headwater_" in await_scrape(metrics_port, "headwater_steps")
+            eventually(lambda: "headwater_steps" in scrape(metrics_port), lambda: scrape(metrics_port))
         finally:
             worker.kill()
             worker.wait()

@@ -1,16 +1,13 @@
 """The paths that rows take, the memory that they lie in, and what a client says about both."""
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import running_server
-from expectations import refused
+from expectations import ClientProgram, refused
 
 import headwater
 import headwater.torch
@@ -27,8 +24,12 @@ def client(request, sharing):
 
 
 @pytest.fixture
-def head(client, make_head, rng):
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+def weight(rng):
+    return rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+
+
+@pytest.fixture
+def head(client, make_head, weight):
     return make_head(client, weight, optimizer=headwater.SGD(), staging_slots=2)
 
 
@@ -190,21 +191,14 @@ def test_blocks_that_are_free_are_bounded(monkeypatch):
 # ---- threads ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=("grpc", "shared_memory"))
-def transport(request):
-    return request.param
-
-
-@pytest.fixture
-def slow(transport, rng):
-    """A server of its own that can be frozen, and a head on it through the client core."""
-    with running_server("--descriptor_socket={directory}/memory.sock") as server:
-        with headwater.connect(server.address, transport=transport) as client:
-            yield server, client.create_head("slow", rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32))
+def begin(server, head, transport, work):
+    """A program that has the head, and rows for it."""
+    rows = f"rows = numpy.ones(({NUM_TOKENS}, {HIDDEN_SIZE}), numpy.float32), [1] * {NUM_TOKENS}\n"
+    return ClientProgram(server.address, rows + work, head.name, transport=transport)
 
 
 def test_a_blocking_call_lets_other_threads_run(slow, rows):
-    server, head = slow
+    server, head, _ = slow
     ticks = 0
     with server.frozen():
         waiter = threading.Thread(target=lambda: head.cross_entropy(*rows, micro_batch=0))
@@ -217,60 +211,40 @@ def test_a_blocking_call_lets_other_threads_run(slow, rows):
     assert not waiter.is_alive() and ticks > 1000
 
 
-def test_ctrl_c_ends_a_blocking_call(slow, transport):
-    server, head = slow
-    program = f"""
-import signal
-import sys
-import numpy as np
-import headwater
+def test_ctrl_c_ends_a_blocking_call(slow):
+    work = """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored if these tests run in the background
-with headwater.connect({server.address!r}, transport={transport!r}) as client:
-    head = client.head({head.name!r})
-    print("calling", flush=True)
-    try:
-        sys.stdin.readline()
-        head.cross_entropy(np.ones(({NUM_TOKENS}, {HIDDEN_SIZE}), np.float32), [1] * {NUM_TOKENS}, micro_batch=0)
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
+print("calling", flush=True)
+try:
+    sys.stdin.readline()
+    head.cross_entropy(*rows, micro_batch=0)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "calling\n"
-            with server.frozen():
-                process.stdin.write("\n")
-                process.stdin.flush()
-                time.sleep(0.3)
-                process.send_signal(signal.SIGINT)
-                began = time.monotonic()
-                assert process.stdout.readline() == "interrupted\n"
-                assert time.monotonic() - began < 60  # and not the five minutes of the call's deadline
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
+    server, program = slow[0], begin(*slow, work)
+    program.go_on()
+    assert program.process.stdout.readline() == "calling\n"
+    with server.frozen():
+        program.go_on()
+        time.sleep(0.3)
+        program.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        assert program.process.stdout.readline() == "interrupted\n"
+        assert time.monotonic() - began < 60  # and not the five minutes of the call's deadline
+    program.finish(60)
 
 
-def test_a_program_that_ends_with_calls_under_way_ends(slow, transport):
-    server, head = slow
-    program = f"""
-import sys
-import numpy as np
-import headwater
-client = headwater.connect({server.address!r}, transport={transport!r})
-head = client.head({head.name!r})
-rows = np.ones(({NUM_TOKENS}, {HIDDEN_SIZE}), np.float32)
-head.cross_entropy(rows, [1] * {NUM_TOKENS}, micro_batch=0)
+def test_a_program_that_ends_with_calls_under_way_ends(slow):
+    work = """
+head.cross_entropy(*rows, micro_batch=0)
 kept = client.empty_rows(1000, 1000)
 print("ready", flush=True)
 sys.stdin.readline()
-futures = [head.cross_entropy_future(rows, [1] * {NUM_TOKENS}, micro_batch=index) for index in range(1, 9)]
+futures = [head.cross_entropy_future(*rows, micro_batch=index) for index in range(1, 9)]
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
-        try:
-            assert process.stdout.readline() == "ready\n"
-            with server.frozen():
-                _, errors = process.communicate("\n", timeout=60)
-            assert process.returncode == 0 and not errors, errors
-        finally:
-            process.kill()
+    server, program = slow[0], begin(*slow, work)
+    program.go_on()
+    assert program.process.stdout.readline() == "ready\n"
+    with server.frozen():
+        program.finish(60)
+    assert program.errors == ""

@@ -3,10 +3,8 @@
 Each case is a process of its own, because protobuf's default pool forgets nothing.
 """
 
-import subprocess
-import sys
-
 import pytest
+from expectations import run_python
 
 # Registers what generated stubs register, in the default pool: the package's files under another path, with changes.
 STUBS = """
@@ -50,23 +48,24 @@ def use_package():
 """
 
 
-def run(program):
-    subprocess.run([sys.executable, "-c", STUBS + program], check=True, timeout=120)
-
-
 @pytest.mark.parametrize("newer", (False, True))
 def test_stubs_that_are_imported_before(newer):
-    run(f"message = use_stubs(load_stubs({newer}), {newer})\nassert use_package().FromString(message).hidden_size == 4\n")
+    run_python(
+        STUBS + f"message = use_stubs(load_stubs({newer}), {newer})\nassert use_package().FromString(message).hidden_size == 4\n"
+    )
 
 
 @pytest.mark.parametrize("newer", (False, True))
 def test_stubs_that_are_imported_after(newer):
-    run(f"own = use_package()\nassert own.FromString(use_stubs(load_stubs({newer}), {newer})).hidden_size == 4\nuse_package()\n")
+    run_python(
+        STUBS
+        + f"own = use_package()\nassert own.FromString(use_stubs(load_stubs({newer}), {newer})).hidden_size == 4\nuse_package()\n"
+    )
 
 
 def test_the_packages_own_stubs_and_grpcio_are_loaded_on_request_alone():
-    run(
-        "use_package()\n"
+    run_python(
+        STUBS + "use_package()\n"
         "assert not [name for name in sys.modules if name.partition('.')[0] in ('grpc', 'torch') or name == 'headwater.v1']\n"
         "from headwater.v1 import head_service_pb2\n"
         "assert use_stubs(head_service_pb2.HeadSpec, False)\n"
@@ -75,4 +74,4 @@ def test_the_packages_own_stubs_and_grpcio_are_loaded_on_request_alone():
 
 
 def test_the_package_works_where_grpcio_is_not_installed():
-    run("sys.modules['grpc'] = None\nuse_package()\nimport headwater.local, headwater.v1.loss_pb2\n")
+    run_python(STUBS + "sys.modules['grpc'] = None\nuse_package()\nimport headwater.local, headwater.v1.loss_pb2\n")

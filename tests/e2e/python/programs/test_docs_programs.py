@@ -4,8 +4,7 @@ A whole program in Python is followed by its output. A whole program in C++ is a
 compiles. A fragment in either language has an entry in docs_contexts.py; one in C++ is compiled.
 """
 
-import hashlib
-import json
+import itertools
 import os
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from certificates import make_authority, make_signed
+from certificates import make_access
 from conftest import running_server
 from docs_blocks import PRINTED_ADDRESS, ROOT, blocks_of, check_output, pages
 from docs_contexts import CONTEXTS
@@ -79,23 +78,17 @@ def test_programs_print_what_the_page_shows(block, tmp_path):
 def servers(tmp_path_factory):
     """What the fragments' files and addresses stand for; the servers that they name run."""
     folder = tmp_path_factory.mktemp("docs")
-    make_authority(folder, "ca")
-    for name in ("server", "client"):
-        make_signed(folder, name)
     (folder / "trainer.token").write_text("secret")
-    entry = {"name": "trainer", "tenant": "team-a", "compute": ["*"], "sha256": hashlib.sha256(b"secret").hexdigest()}
-    (folder / "tokens.json").write_text(json.dumps({"tokens": [entry]}))
-    secure = [f"--tls_certificate={folder}/server.crt", f"--tls_key={folder}/server.key", f"--tls_client_ca={folder}/ca.crt"]
+    secure = itertools.chain(*make_access(folder, "secret", tenant="team-a").values())
     with (
         running_server("--descriptor_socket={directory}/memory.sock") as plain,
-        running_server("--listen_addresses=127.0.0.1:0", f"--token_file={folder}/tokens.json", *secure) as secured,
+        running_server("--listen_addresses=127.0.0.1:0", *secure) as secured,
     ):
-        address = secured.output.read_text().split("listening on ")[1].split()[0]
         yield {
             "ADDRESS": repr(plain.address),
             PRINTED_ADDRESS: repr(plain.address),
-            "headwater.example:50051": address,
-            "headwater-0.headwater.headwater:50051": address,
+            "headwater.example:50051": secured.address,
+            "headwater-0.headwater.headwater:50051": secured.address,
             "/etc/headwater/token/token": f"{folder}/trainer.token",
             "/etc/headwater/tls/tls.": f"{folder}/client.",
             "/etc/headwater/tls/": f"{folder}/",

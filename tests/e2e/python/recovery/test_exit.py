@@ -3,23 +3,12 @@
 Each case is a process of its own, which ends by returning from its main program.
 """
 
-import subprocess
-import sys
 import time
 
 import pytest
-from scripted_server import CUT, answer, scripted_server
+from expectations import ClientProgram
+from scripted_server import CUT, answer
 
-PROGRAM = """
-import sys, threading
-import headwater, numpy
-
-address, replay = sys.argv[1:]
-client = headwater.connect(address, replay=replay == "True", transport="grpc")
-head = client.head("scripted")
-print("connected", flush=True)
-sys.stdin.readline()
-"""
 # By what they wait for: mostly more of them than there are threads.
 WAITING = {
     "a try": "futures = [head.seal_future(expected_micro_batches=0) for _ in range(6)]",
@@ -41,68 +30,43 @@ PROMPTLY_S = 40
 
 
 def begin(server, work, *, replay=True):
-    """A process that has connected, and waits to be told to go on."""
-    command = [sys.executable, "-c", PROGRAM + work, server.address, str(replay)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "connected\n", process.communicate()
-    return process
-
-
-def finish(process, timeout_s):
-    try:
-        output, errors = process.communicate("go on\n", timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        pytest.fail("the process does not end", pytrace=False)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0 and "Traceback" not in errors and "Exception" not in errors, errors
-    return output
+    """A process that has connected, and waits for its work."""
+    return ClientProgram(server.address, work, transport="grpc", replay=replay)
 
 
 @pytest.mark.parametrize("what", WAITING)
-def test_futures_that_wait_for_a_server_that_is_away_do_not_hold_up_the_exit(what):
-    with scripted_server() as server:
-        process = begin(server, WAITING[what])
-        if what == "a recovery":
-            server.fail("SealStep", *[answer("STEP_LOST")] * 1000)
-            server.fail("GetServerInfo", *[CUT] * 1000)
-        else:
-            server.stop()
-        finish(process, PROMPTLY_S)
+def test_futures_that_wait_for_a_server_that_is_away_do_not_hold_up_the_exit(scripted, what):
+    program = begin(scripted, WAITING[what])
+    if what == "a recovery":
+        scripted.fail_always("SealStep", answer("STEP_LOST"))
+        scripted.fail_always("GetServerInfo", CUT)
+    else:
+        scripted.stop()
+    program.finish(PROMPTLY_S)
 
 
-def test_a_thread_of_ones_own_waits_on_when_the_main_program_has_returned():
-    with scripted_server() as server:
-        process = begin(server, THREAD)
-        server.fail("SealStep", *[CUT] * 4)
-        assert finish(process, PROMPTLY_S) == "False\n"
-        assert server.count("SealStep") == 5
-
-
-def test_a_client_that_outlives_the_modules_ends_in_silence():
+def test_a_client_that_outlives_the_modules_ends_in_silence(scripted):
     """As one does that a module of torch keeps alive: the names of its own module are gone then."""
-    with scripted_server() as server:
-        process = begin(server, "head.info_future().cancel()\nthreading.kept = client, headwater._core\ndel client, head\n")
-        assert finish(process, PROMPTLY_S) == ""
+    work = "head.info_future().cancel()\nthreading.kept = client, headwater._core\ndel client, head\n"
+    assert begin(scripted, work).finish(PROMPTLY_S) == ""
 
 
-@pytest.mark.parametrize("replay", (True, False))
-def test_a_connection_that_is_cut_is_no_server_that_is_away(replay):
-    with scripted_server() as server:
-        process = begin(server, FUTURE, replay=replay)
-        server.fail("SealStep", CUT)
-        assert finish(process, PROMPTLY_S) == "None\n"
-        assert server.count("SealStep") == 2
-
-
-def test_a_call_that_the_server_asks_to_repeat_is_waited_for():
-    """Its outcome matters: a checkpoint, say. Only a server that is away is given up."""
-    with scripted_server() as server:
-        process = begin(server, FUTURE)
-        server.fail("SealStep", answer("QUEUE_FULL/1000"))
-        assert finish(process, PROMPTLY_S) == "None\n"
-        assert server.count("SealStep") == 2
+# A connection that is cut is no server that is away. What the server asks to repeat matters: a checkpoint, say.
+@pytest.mark.parametrize(
+    ("work", "replay", "answers", "told"),
+    (
+        (THREAD, True, "CUT CUT CUT CUT", "False\n"),
+        (FUTURE, True, "CUT", "None\n"),
+        (FUTURE, False, "CUT", "None\n"),
+        (FUTURE, True, "QUEUE_FULL/1000", "None\n"),
+    ),
+    ids=("a thread of ones own", "cut, replay", "cut", "asked to repeat"),
+)
+def test_a_call_that_is_made_again_is_waited_for_when_the_main_program_has_returned(scripted, work, replay, answers, told):
+    program = begin(scripted, work, replay=replay)
+    scripted.fail("SealStep", *map(answer, answers.split()))
+    assert program.finish(PROMPTLY_S) == told
+    assert scripted.count("SealStep") == len(answers.split()) + 1
 
 
 # The thread that closes a client which was forgotten is late: the exit waits for it.
@@ -114,7 +78,7 @@ _thread.start_new_thread = lambda function, arguments: start(lambda: (time.sleep
 LEFT_OPEN = """
 def main():
     import os
-    own = headwater.connect(address, transport="grpc", replay=replay == "True")
+    own = headwater.connect(address, **eval(options))
     own.head("scripted").cross_entropy(numpy.zeros((1, 4), "f"), [1], micro_batch=0, commit="explicit")
     if os.fork() == 0:
         sys.exit()  # the parent's session is not its own
@@ -126,34 +90,22 @@ main()
 
 
 @pytest.mark.parametrize("replay", (True, False))
-def test_sessions_that_are_left_open_are_closed_at_exit(replay):
+def test_sessions_that_are_left_open_are_closed_at_exit(scripted, replay):
     """That of a client in use, and that of one that a function has forgotten; by this process alone."""
-    with scripted_server() as server:
-        process = begin(server, LATE + LEFT_OPEN, replay=replay)
-        assert finish(process, PROMPTLY_S) == ""
-        opened = server.count("OpenSession")
-        assert opened == 2
-        assert sorted(request.session_id for request in server.calls["CloseSession"]) == [id_.to_bytes(32, "big") for id_ in (1, 2)]
-
-
-class Silence:
-    """In the place of an answer."""
-
-    def abort(self, context):
-        time.sleep(12)
+    assert begin(scripted, LATE + LEFT_OPEN, replay=replay).finish(PROMPTLY_S) == ""
+    assert scripted.count("OpenSession") == 2
+    assert sorted(request.session_id for request in scripted.calls["CloseSession"]) == [id_.to_bytes(32, "big") for id_ in (1, 2)]
 
 
 @pytest.mark.parametrize("silent", (True, False))
-def test_a_server_that_is_silent_or_away_does_not_hold_up_the_exit(silent):
+def test_a_server_that_is_silent_or_away_does_not_hold_up_the_exit(scripted, silent):
     """Two sessions, and about a second for both."""
-    with scripted_server() as server:
-        process = begin(server, LEFT_OPEN + "print('open', flush=True)\nsys.stdin.readline()\n")
-        server.fail("CloseSession", *[Silence()] * 4)
-        process.stdin.write("go on\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "open\n"
-        if not silent:
-            server.stop()
-        began = time.monotonic()
-        assert finish(process, PROMPTLY_S) == ""
-        assert time.monotonic() - began < 8
+    program = begin(scripted, LEFT_OPEN + "print('open', flush=True)\nsys.stdin.readline()\n")
+    scripted.fail_always("CloseSession", lambda: time.sleep(12))
+    program.go_on()
+    assert program.process.stdout.readline() == "open\n"
+    if not silent:
+        scripted.stop()
+    began = time.monotonic()
+    assert program.finish(PROMPTLY_S) == ""
+    assert time.monotonic() - began < 8

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import grpc
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import recovery_trainer as program
 from conftest import START_TIMEOUT_S, running_server
-from expectations import refused
+from expectations import eventually, refused, run_python
 from headwater.v1 import head_service_pb2, head_service_pb2_grpc
 
 import headwater
@@ -106,17 +105,16 @@ def test_a_trainer_and_a_server_that_have_no_step_in_common_are_told(undisturbed
         for path in (server.directory / "state").iterdir():
             path.unlink()
         (server.directory / "state" / "step-9").write_bytes(b"")
-        with refused("STEP_MISMATCH", headwater.FailedPreconditionError) as info:
+        known = {"checkpoints": "step-2=2,step-0=0"}
+        with refused("STEP_MISMATCH", headwater.FailedPreconditionError, openStep="3", trainerSteps="9", **known):
             trainer.run(STEPS)
-        assert info.value.metadata == {"openStep": "3", "checkpoints": "step-2=2,step-0=0", "trainerSteps": "9"}
         head = client.head("student")
         head.step = 8
-        with refused("STEP_MISMATCH", headwater.StepMismatchError) as info:
+        with refused("STEP_MISMATCH", headwater.StepMismatchError, openStep="3") as info:
             head.gradient()
-        assert info.value.checkpoints == {"step-2": 2, "step-0": 0} and info.value.metadata["openStep"] == "3"
-        with refused("CHECKPOINT_NOT_FOUND", headwater.NotFoundError) as info:
+        assert info.value.checkpoints == {"step-2": 2, "step-0": 0}
+        with refused("CHECKPOINT_NOT_FOUND", headwater.NotFoundError, **known):
             head.restore("step-9")
-        assert info.value.metadata["checkpoints"] == "step-2=2,step-0=0"
 
 
 @pytest.mark.parametrize("replay", (False, True), ids=("told", "replayed"))
@@ -169,10 +167,8 @@ def test_a_call_that_does_not_end_does_not_keep_heads_from_being_saved():
 
         with grpc.insecure_channel(server.address) as channel:
             call = head_service_pb2_grpc.HeadServiceStub(channel).AddGradient.future(requests())
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not server.metrics()["headwater_in_flight_bytes"]:
-                assert time.monotonic() < deadline and not call.done()
-                time.sleep(0.02)
+            eventually(lambda: server.metrics()["headwater_in_flight_bytes"] or call.done())
+            assert not call.done()
             server.process.terminate()
             assert server.process.wait(START_TIMEOUT_S) == 1
             released.set()
@@ -204,62 +200,63 @@ def test_the_example_may_be_killed(tmp_path):
     weights = []
     with running_server() as server:
         for name, ends in (("undisturbed", ()), ("disturbed", (7,))):
-            command = [sys.executable, example, tmp_path / name, server.address, "15"]
+            command = [example, tmp_path / name, server.address, "15"]
             for end in ends:
-                with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as process:
                     next(line for line in process.stdout if line.startswith(f"step {end}:"))
                     process.kill()
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            assert done.returncode == 0, done.stderr
-            weights.append(re.search(r"weights (\w+)", done.stdout)[1])
+            weights.append(re.search(r"weights (\w+)", run_python(*command))[1])
             with headwater.connect(server.address) as client:
                 client.head("example-recover").delete(force=True)
     assert weights[0] == weights[1]
 
 
-def test_a_step_that_is_not_closed_and_heads_that_part_are_told(tmp_path):
+def files(folder, **options):
+    """A trainer's state without content."""
+    return headwater.StateFiles(folder, save=lambda path: path.touch(), load=lambda path: None, **options)
+
+
+@pytest.fixture
+def heads(tmp_path):
     with headwater.local.connect(checkpoint_dir=tmp_path / "heads") as client:
-        heads = [client.create_head(name, np.ones((5, 4), np.float32)) for name in ("a", "b")]
-        state = headwater.StateFiles(tmp_path / "state", save=lambda path: path.touch(), load=lambda path: None)
-        options = {"state": state, "checkpoint_every": 1}
-        with pytest.raises(headwater.FailedPreconditionError, match="step 0 was not closed"):
-            headwater.train(heads, lambda step: None, 1, **options)
-        with pytest.raises(headwater.FailedPreconditionError, match="every head"):
-            headwater.train(heads, lambda step: heads[0].discard_gradient(), 1, **options)
-        with refused("INVALID_COMBINATION", headwater.InvalidArgumentError):
-            headwater.train([], lambda step: None, 1, **options)
-        with refused("INVALID_NAME", headwater.InvalidArgumentError):
-            headwater.train(heads, lambda step: None, 1, checkpoint_name="latest", **options)
+        yield [client.create_head(name, np.ones((5, 4), np.float32)) for name in ("a", "b")]
 
 
-def test_heads_that_were_moved_in_vain_are_brought_to_one_step(tmp_path):
+def test_a_step_that_is_not_closed_and_heads_that_part_are_told(heads, tmp_path):
+    for reason, kind, told, arguments in (
+        ("INVALID_COMBINATION", headwater.FailedPreconditionError, "step 0 was not closed", (heads, lambda step: None)),
+        ("INVALID_COMBINATION", headwater.FailedPreconditionError, "every head", (heads, lambda step: heads[0].discard_gradient())),
+        ("INVALID_COMBINATION", headwater.InvalidArgumentError, "", ([], lambda step: None)),
+    ):
+        with refused(reason, kind, told):
+            headwater.train(*arguments, 1, state=files(tmp_path / "state"), checkpoint_every=1)
+    with refused("INVALID_NAME", headwater.InvalidArgumentError):
+        headwater.train(heads, print, 1, checkpoint_name="latest", state=files(tmp_path / "state"), checkpoint_every=1)
+
+
+def test_heads_that_were_moved_in_vain_are_brought_to_one_step(heads, tmp_path):
     """One of two heads has a whole checkpoint of the newest step: it is there by the time the step before is tried."""
-    with headwater.local.connect(checkpoint_dir=tmp_path / "heads") as client:
-        heads = [client.create_head(name, np.ones((5, 4), np.float32)) for name in ("a", "b")]
-        state = headwater.StateFiles(tmp_path / "state", save=lambda path: path.touch(), load=lambda path: None)
-        for step, saved in ((1, heads), (2, heads[:1])):
-            for head in heads:
-                head.discard_gradient()
-            for head in saved:
-                head.save(f"step-{step}")
-            state.save(step)
+    state = files(tmp_path / "state")
+    for step, saved in ((1, heads), (2, heads[:1])):
         for head in heads:
-            head.restore("step-1")
-        meeting = Meeting(heads, state, "step-{step}", None)
-        for _ in range(2):
-            assert meeting.bring_heads_back(None) == 1
-            assert [head.step for head in heads] == [head.info().open_step for head in heads] == [1, 1]
+            head.discard_gradient()
+        for head in saved:
+            head.save(f"step-{step}")
+        state.save(step)
+    for head in heads:
+        head.restore("step-1")
+    meeting = Meeting(heads, state, "step-{step}", None)
+    for _ in range(2):
+        assert meeting.bring_heads_back(None) == 1
+        assert [head.step for head in heads] == [head.info().open_step for head in heads] == [1, 1]
 
 
 def test_what_a_killed_process_has_left_unfinished_goes(tmp_path):
-    def files(suffix):
-        return headwater.StateFiles(tmp_path, save=lambda path: path.touch(), load=lambda path: None, suffix=suffix)
-
     for name in (".1.step-7.pt", ".999.step-8.pt", ".1.step-7.rank-1.pt", ".1.step-7.pt.mine", "step-3.pt"):
         (tmp_path / name).touch()
-    files(".pt").save(9)
+    files(tmp_path, suffix=".pt").save(9)
     assert {path.name for path in tmp_path.iterdir()} == {".1.step-7.rank-1.pt", ".1.step-7.pt.mine", "step-3.pt", "step-9.pt"}
-    files(".rank-1.pt").save(9)
+    files(tmp_path, suffix=".rank-1.pt").save(9)
     assert not (tmp_path / ".1.step-7.rank-1.pt").exists()
 
 
@@ -333,30 +330,28 @@ def test_patience_ends(monkeypatch):
     assert 600 < steps.clock.now < 620
 
 
-def test_a_run_that_gets_no_further_ends(monkeypatch):
-    lost = headwater.StepLostError("lost", reason="STEP_LOST")
-    for error in (lost, AWAY, RESTARTING):
-        steps = Steps(monkeypatch, lambda step, error=error: error if step == 3 else None)
-        with pytest.raises(type(error)):
-            steps.run(5, 600.0)
-        assert steps.resumed == 9
-
-
-def test_an_error_that_no_restart_mends_ends_a_run(monkeypatch):
-    for error in (headwater.InternalError("no", reason="ENGINE_FAILED"), headwater.ClientClosedError("closed")):
-        steps = Steps(monkeypatch, lambda step, error=error: error)
-        with pytest.raises(type(error)):
-            steps.run(5, 600.0)
-        assert steps.resumed == 1
-
-
-def test_the_state_before_the_newest_is_kept(tmp_path):
-    """The heads' checkpoint of the newest step comes after it, or never."""
-    with refused("INVALID_FIELD", headwater.InvalidArgumentError):
-        headwater.StateFiles(tmp_path, save=lambda path: path.touch(), load=lambda path: None, keep=1)
+# The first three get no further than step 3, the others are errors that no restart mends.
+@pytest.mark.parametrize(
+    ("error", "at", "resumed"),
+    (
+        (headwater.StepLostError("lost", reason="STEP_LOST"), 3, 9),
+        (AWAY, 3, 9),
+        (RESTARTING, 3, 9),
+        (headwater.InternalError("no", reason="ENGINE_FAILED"), 0, 1),
+        (headwater.ClientClosedError("closed"), 0, 1),
+    ),
+    ids=("lost", "away", "restarting", "an engine that fails", "closed"),
+)
+def test_a_run_ends_in_an_error_that_comes_again_or_that_is_final(monkeypatch, error, at, resumed):
+    steps = Steps(monkeypatch, lambda step: error if step == at else None)
+    with pytest.raises(type(error)):
+        steps.run(5, 600.0)
+    assert steps.resumed == resumed
 
 
 def test_state_files_are_whole_or_not_there(tmp_path):
+    with refused("INVALID_FIELD", headwater.InvalidArgumentError):
+        files(tmp_path, keep=1)  # the heads' checkpoint of the newest step comes after the state, or never
     written = []
 
     def save(path):
