@@ -96,22 +96,27 @@ class Driver {
       const std::string name = Shift(line);
       const std::string started = Shift(line);
       calls_[name] = Begin(started, line);
-      return {{"ok", true}};
+    } else if (operation == "end") {
+      return calls_.extract(line.words[0]).mapped().get();
+    } else if (operation == "pending") {
+      return {{"ok", true}, {"pending", !calls_.at(line.words[0]).ready()}};
+    } else if (operation == "cancel") {
+      calls_.at(line.words[0]).cancel();
+    } else if (operation == "connect") {
+      return Connect(line);
+    } else if (operation == "open") {
+      return Open(line.words[0], line);
+    } else if (operation == "drop") {
+      heads_.erase(line.words[0]);
+    } else if (operation == "close") {
+      Close("main");
+    } else if (operation == "reset") {
+      Reset();
+    } else if (operation == "epoch") {
+      return {{"ok", true}, {"epoch", EpochName(line.words[0])}};
+    } else {
+      return Begin(operation, line).get();
     }
-    if (operation == "end") {
-      const Call call = std::move(calls_.at(line.words[0]));
-      calls_.erase(line.words[0]);
-      return call.get();
-    }
-    if (operation == "pending") return {{"ok", true}, {"pending", !calls_.at(line.words[0]).ready()}};
-    if (operation == "cancel") calls_.at(line.words[0]).cancel();
-    if (operation == "connect") return Connect(line);
-    if (operation == "open") return Open(line.words[0], line);
-    if (operation == "drop") heads_.erase(line.words[0]);
-    if (operation == "close") Close(line.Option("client", "main"));
-    if (operation == "reset") Reset();
-    if (operation == "epoch") return {{"ok", true}, {"epoch", EpochName(line.words[0])}};
-    if (line.Has("contribution") || !IsControl(operation)) return Begin(operation, line).get();
     return {{"ok", true}};
   }
 
@@ -121,10 +126,6 @@ class Driver {
     int64_t step;
     std::string client;
   };
-
-  static bool IsControl(const std::string& operation) {
-    return operation == "cancel" || operation == "drop" || operation == "close" || operation == "reset";
-  }
 
   // The server pads the names of its epochs with dots.
   std::string EpochName(const std::string& name) {
@@ -153,8 +154,7 @@ class Driver {
     absl::StatusOr<Client> client = Client::Connect(line.Option("target", ""), options);
     if (!client.ok()) return ErrorOutcome(client.status());
     clients_.insert_or_assign(name, *std::move(client));
-    Line open("head=" + line.Option("head", "h") + " client=" + name);
-    return Open(name == "main" ? "h" : name + "-h", open);
+    return Open(name == "main" ? "h" : name + "-h", Line("head=h client=" + name));
   }
 
   json Open(const std::string& name, const Line& line) {
@@ -194,19 +194,15 @@ class Driver {
     const auto value = static_cast<float>(line.Number("value", 1));
     const std::vector<float> weight(kVocabSize * kHiddenSize, value);
     if (operation == "loss" || operation == "forward") return Loss(operation, line, handle, options, value);
+    const auto outcome = [](const auto& result) { return Outcome(result.status()); };
     if (operation == "commit") {
       const double factor = std::stod(line.Option("factor", "1"));
-      const auto outcome = [](const absl::StatusOr<CommitResult>& result) { return Outcome(result.status()); };
       if (line.Has("contribution")) {
         return FutureCall<CommitResult>(contributions_.at(std::stoll(word)).Commit({.factor = factor}, options), outcome);
       }
       return FutureCall<CommitResult>(handle.head.Commit(step, std::stoll(word), factor, options), outcome);
     }
     if (operation == "discard") {
-      const auto outcome = [](const absl::StatusOr<DiscardResult>& result) { return Outcome(result.status()); };
-      if (line.Has("contribution")) {
-        return FutureCall<DiscardResult>(contributions_.at(std::stoll(word)).Discard(options), outcome);
-      }
       return FutureCall<DiscardResult>(handle.head.Discard(step, std::stoll(word), options), outcome);
     }
     return BlockingCall([=, &handle, client = clients_.at(handle.client)]() mutable -> absl::Status {
@@ -219,7 +215,7 @@ class Driver {
         if (info.ok()) handle.step = info->open_step.value_or(0);
         return info.status();
       };
-      if (operation == "seal") return head.Seal(step, Expected(line), {.wait = line.Has("wait")}, options).status();
+      if (operation == "seal") return head.Seal(step, Expected(line), {}, options).status();
       if (operation == "apply") {
         ApplyOptions apply = {.learning_rate = 0.1, .allow_empty = true};
         if (line.options.contains("expected")) apply.expected = Expected(line);

@@ -202,6 +202,11 @@ def one_shard(backends):
     return backends("local-1")
 
 
+@pytest.fixture
+def client(one_shard):
+    return one_shard.client
+
+
 @pytest.fixture(params=("remote-1", "local-1"))
 def each_place(request, backends):
     """For programs that connect by themselves."""
@@ -312,9 +317,15 @@ def names(request):
 
 
 @pytest.fixture
-def head(one_shard, make_head, problem):
+def new_head(client, make_head, problem):
+    """Creates heads with the problem's weight and bias."""
+    return lambda **options: problem.head(client, make_head, **options)
+
+
+@pytest.fixture
+def head(new_head):
     """The problem's head, with SGD."""
-    return problem.head(one_shard.client, make_head)
+    return new_head()
 
 
 @pytest.fixture

@@ -26,11 +26,6 @@ def model_of(**config):
     return model
 
 
-@pytest.fixture
-def client(backends):
-    return backends("local-1").client
-
-
 def attach(client, model, **options):
     """Attaches, looks and deletes again; the warning that the configuration alone was looked at is expected."""
     with pytest.warns(UserWarning, match="Only its config was looked at"):
@@ -113,9 +108,8 @@ def test_a_configuration_that_leaves_logits_alone_asks_for_nothing(client):
 @pytest.mark.parametrize("key", ("final_logit_boost", "lm_head_gain", "output_mult_of_mine", "my_soft_cap"))
 def test_a_key_that_may_change_logits_is_named(client, key):
     model = model_of(**{key: 3.0})
-    with refused("INVALID_COMBINATION", ValueError) as info:
+    with refused("INVALID_COMBINATION", ValueError, f"{key}=3.0", "not known here"):
         attach_quietly(client, model)
-    assert f"{key}=3.0" in str(info.value) and "not known here" in str(info.value)
     attach(client, model, logit_scale=1.0)
     attach(client, model_of(attn_logit_softcapping=50.0, num_logits_to_keep=1, output_router_logits=True, router_z_logit=0.1))
 
@@ -125,9 +119,8 @@ def test_a_bias_that_is_added_to_logits_is_named(client):
     model.register_buffer("final_logits_bias", torch.zeros(1, VOCAB_SIZE))
     attach(client, model)
     model.final_logits_bias[0, 3] = 1
-    with refused("INVALID_COMBINATION", ValueError) as info:
+    with refused("INVALID_COMBINATION", ValueError, "final_logits_bias"):
         attach_quietly(client, model)
-    assert "final_logits_bias" in str(info.value)
 
 
 def test_a_configuration_with_fewer_columns_than_the_layer_is_noted(client):
@@ -165,29 +158,19 @@ def test_what_was_compared_is_said_without_being_a_nuisance(client):
 # ---- layers ----------------------------------------------------------------------------------------------------------------
 
 
-def sparse():
+def layer_with(**members):
+    """A linear layer; tensors among `members` replace or join its own."""
     layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
-    layer.weight = torch.nn.Parameter(layer.weight.detach().to_sparse(), requires_grad=False)
-    return layer
-
-
-def quantised():
-    layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
-    layer.weight = torch.nn.Parameter(torch.zeros(VOCAB_SIZE, HIDDEN_SIZE, dtype=torch.int8), requires_grad=False)
-    return layer
-
-
-def packed_beside():
-    layer = torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE)
-    layer.register_buffer("qweight", torch.zeros(4, dtype=torch.int32))
+    for name, value in members.items():
+        setattr(layer, name, torch.nn.Parameter(value, requires_grad=False))
     return layer
 
 
 LAYERS = {
     "lazy": (lambda: torch.nn.LazyLinear(VOCAB_SIZE), "no values yet"),
-    "sparse": (sparse, "sparse"),
-    "quantised": (quantised, "quantised"),
-    "quantised, packed": (packed_beside, "quantised"),
+    "sparse": (lambda: layer_with(weight=torch.ones(VOCAB_SIZE, HIDDEN_SIZE).to_sparse()), "sparse"),
+    "quantised": (lambda: layer_with(weight=torch.zeros(VOCAB_SIZE, HIDDEN_SIZE, dtype=torch.int8)), "quantised"),
+    "quantised, packed": (lambda: layer_with(qweight=torch.zeros(4, dtype=torch.int32)), "quantised"),
     "no linear layer": (lambda: torch.nn.Conv1d(1, 1, 1), "torch.nn.Linear"),
     "meta": (lambda: torch.nn.Linear(HIDDEN_SIZE, VOCAB_SIZE, device="meta"), "meta"),
 }
@@ -196,9 +179,8 @@ LAYERS = {
 @pytest.mark.parametrize("case", LAYERS)
 def test_a_layer_that_no_head_can_be_is_named(client, case):
     build, message = LAYERS[case]
-    with refused("INVALID_COMBINATION", ValueError) as info:
+    with refused("INVALID_COMBINATION", ValueError, message):
         headwater.torch.attach(client, "refused", build())
-    assert message in str(info.value)
     assert not [info for info in client.heads() if "refused" in info.name]
 
 
@@ -220,8 +202,7 @@ def test_transforms_of_torch_func_are_refused(client):
         "jsd of the teacher's": lambda: func.vmap(lambda rows: headwater.torch.jsd(head, hidden, head, rows))(hidden[None]),
     }
     for transform in transforms.values():
-        with refused("INVALID_COMBINATION", ValueError) as info:
+        with refused("INVALID_COMBINATION", ValueError, "torch.func"):
             transform()
-        assert "torch.func" in str(info.value)
     assert float(loss_fn(hidden, targets)) > 0  # and none of them has left anything behind
     head.delete()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from torch_model import Problem, check_gradients, relative
+from torch_model import check_gradients, relative
 from torch_ranks import Ranks
 
 import headwater
@@ -57,17 +57,17 @@ def run_rank(problem, row, head, rank, trunk):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_two_ranks_equal_one(one_shard, make_head, rng, name):
-    row, problem = ROWS[name], Problem(rng)
+def test_two_ranks_equal_one(client, new_head, problem, name):
+    row = ROWS[name]
 
     def objective(hidden, logits):
         rows = F.cross_entropy(logits, problem.targets, reduction="none")
         return torch.stack([rows[start:end].mean() for start, end in row.means]).mean()
 
     expected, _ = problem.reference(objective)
-    head = problem.head(one_shard.client, make_head, staging_slots=WORLD_SIZE)
+    head = new_head(staging_slots=WORLD_SIZE)
     trunks = [problem.parameter() for _ in range(WORLD_SIZE)]
-    Ranks(WORLD_SIZE).run(lambda rank: run_rank(problem, row, one_shard.client.head(head.name), rank, trunks[rank]))
+    Ranks(WORLD_SIZE).run(lambda rank: run_rank(problem, row, client.head(head.name), rank, trunks[rank]))
     # What the framework's loss scale leaves on the trunk, its optimizer takes off again; ours is in gradient_factor.
     scale = LOSS_SCALE if "scale" in name.lower() else 1
     average = sum(trunk.grad for trunk in trunks) / WORLD_SIZE  # DDP: all-reduce, divided by the number of ranks

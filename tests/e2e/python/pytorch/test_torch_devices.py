@@ -1,7 +1,6 @@
 """CUDA devices and streams in the client's own threads: those of whoever called, and no others."""
 
 import concurrent.futures
-import subprocess
 import sys
 import threading
 import types
@@ -9,6 +8,7 @@ import types
 import numpy as np
 import pytest
 from conftest import running_server
+from expectations import run_python
 
 import headwater
 from headwater._futures import Executors
@@ -155,7 +155,4 @@ def test_a_trainer_on_the_second_gpu_takes_nothing_of_the_first(transport):
         headwater.connect(server.address) as client,
     ):
         client.create_head("student", np.ones((40, 16), np.float32), optimizer=headwater.SGD())
-        out = subprocess.run(
-            (sys.executable, "-c", SCRIPT, server.address, transport), check=True, stdout=subprocess.PIPE, text=True, timeout=120
-        )
-    assert out.stdout.split("\n")[-2] == "[0, 1]"
+        assert run_python(SCRIPT, server.address, transport).splitlines()[-1] == "[0, 1]"

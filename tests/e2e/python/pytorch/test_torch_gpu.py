@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch_model import Problem, check_gradients, check_step, numbers, with_ignored
+from torch_model import check_gradients, check_step, numbers, with_ignored
 
 import headwater
 import headwater.torch
@@ -25,8 +25,8 @@ def scaled_step(scaler, optimizer, loss_fn, hidden, targets):
     return False
 
 
-def test_outputs_and_their_gradients_on_the_gpu_are_those_of_fp64(one_shard, make_head, rng):
-    problem, factors = Problem(rng), [numbers(rng, 16) for _ in range(3)]
+def test_outputs_and_their_gradients_on_the_gpu_are_those_of_fp64(head, problem, rng):
+    factors = [numbers(rng, 16) for _ in range(3)]
     targets = with_ignored(problem.targets)
 
     def objective(hidden, logits):
@@ -35,7 +35,6 @@ def test_outputs_and_their_gradients_on_the_gpu_are_those_of_fp64(one_shard, mak
         return sum((factor.double() * row * valid).sum() for factor, row in zip(factors, rows, strict=True))
 
     expected, _ = problem.reference(objective)
-    head = problem.head(one_shard.client, make_head)
     trunk = torch.nn.Parameter(problem.trunk.cuda())
     torch.backends.cuda.matmul.allow_tf32 = False
     loss_fn = headwater.torch.CrossEntropyLoss(
@@ -47,8 +46,7 @@ def test_outputs_and_their_gradients_on_the_gpu_are_those_of_fp64(one_shard, mak
     check_gradients(trunk.grad.cpu(), head, expected)
 
 
-def test_the_real_grad_scaler_overflows_and_recovers(one_shard, make_head, problem):
-    head = problem.head(one_shard.client, make_head)
+def test_the_real_grad_scaler_overflows_and_recovers(head, problem):
     trunk = torch.nn.Parameter(problem.trunk.cuda())
     optimizer = torch.optim.SGD([trunk], lr=0.1)
     make_scaler = torch.amp.GradScaler if hasattr(torch.amp, "GradScaler") else torch.cuda.amp.GradScaler
@@ -63,11 +61,11 @@ def test_the_real_grad_scaler_overflows_and_recovers(one_shard, make_head, probl
     check_step(problem, head, trunk, tolerance=2e-3)
 
 
-def test_activation_checkpointing_on_the_gpu(one_shard, make_head, problem):
+def test_activation_checkpointing_on_the_gpu(new_head, problem):
     # Backward of CUDA graphs runs in a thread of its own: the recomputation must be known there too.
     gradients = []
     for reentrant in (None, True, False):
-        head = problem.head(one_shard.client, make_head)
+        head = new_head()
         loss_fn = headwater.torch.CrossEntropyLoss(head)
         trunk = torch.nn.Parameter(problem.trunk.cuda())
         inputs = problem.inputs.cuda().requires_grad_()
@@ -93,12 +91,16 @@ def wide(rng):
     return hidden, torch.randint(0, 200, (1024,), generator=generator).cuda()
 
 
+def weight(seed=5):
+    """A weight for such rows."""
+    return torch.randn(200, 1024, generator=torch.Generator().manual_seed(seed)) / 32
+
+
 def answers_of(client, make_head, wide, dtype):
     """What a head answers about CUDA tensors, in all ways that concern their memory."""
     hidden, targets = wide[0].to(dtype), wide[1]
-    generator = torch.Generator().manual_seed(5)
-    head = make_head(client, torch.randn(200, 1024, generator=generator) / 32, staging_slots=1, optimizer=headwater.SGD())
-    teacher = make_head(client, torch.randn(200, 1024, generator=generator) / 32, trainable=False)
+    head = make_head(client, weight(), staging_slots=1, optimizer=headwater.SGD())
+    teacher = make_head(client, weight(6), trainable=False)
     ignored = torch.where(torch.arange(1024, device="cuda") % 3 == 0, targets, -100)
     into = torch.full_like(hidden, torch.nan)
     first = head.cross_entropy(hidden, targets, micro_batch=0)
@@ -139,7 +141,7 @@ def test_the_current_stream_is_waited_for(sharing, make_head, wide, transport):
     """Rows that a busy stream has still to write are read after that, also by a future; its later work comes after the gradient."""
     hidden, targets = wide
     with headwater.connect(sharing.address, transport=transport) as client:
-        head = make_head(client, torch.randn(200, 1024, generator=torch.Generator().manual_seed(5)) / 32)
+        head = make_head(client, weight())
         expected = head.cross_entropy(hidden, targets, micro_batch=0)
         stream = torch.cuda.Stream()
         for index, future in enumerate((False, True), start=1):
@@ -162,7 +164,7 @@ def test_memory_that_torch_gives_out_again_is_read_anew(sharing, make_head, wide
     """Allocations come and go at the same addresses: what was learned of one must not be taken for the next."""
     hidden, targets = wide
     with headwater.connect(sharing.address) as client:
-        head = make_head(client, torch.randn(200, 1024, generator=torch.Generator().manual_seed(5)) / 32)
+        head = make_head(client, weight())
         expected = head.cross_entropy(hidden, targets, backward=False).loss_sum
         for size in (1, 3, 1, 2):
             other = torch.zeros(size, 1024, 1024, device="cuda")
@@ -175,7 +177,7 @@ def test_memory_that_torch_gives_out_again_is_read_anew(sharing, make_head, wide
 def test_tensors_in_page_locked_memory(sharing, make_head, wide):
     hidden, targets = wide[0].cpu(), wide[1].cpu()
     with headwater.connect(sharing.address) as client:
-        head = make_head(client, torch.randn(200, 1024, generator=torch.Generator().manual_seed(5)) / 32)
+        head = make_head(client, weight())
         expected = head.cross_entropy(hidden, targets, micro_batch=0)
         into = torch.empty_like(hidden).pin_memory()
         out = head.cross_entropy(hidden.pin_memory(), targets, micro_batch=1, grad_hidden_out=into)
@@ -185,10 +187,7 @@ def test_tensors_in_page_locked_memory(sharing, make_head, wide):
 def test_a_teacher_streams_cuda_tensors(sharing, make_head, wide):
     hidden, _ = wide
     with headwater.connect(sharing.address) as client:
-        student, teacher = (
-            make_head(client, torch.randn(200, 1024, generator=torch.Generator().manual_seed(seed)) / 32, trainable=bool(seed))
-            for seed in (1, 0)
-        )
+        student, teacher = make_head(client, weight(1)), make_head(client, weight(0), trainable=False)
         expected = student.jsd(hidden, teacher, hidden, backward=False).loss_sum
         assert client.teacher("cuda", total_rows=1024).stream(hidden) == 1024
         joined = student.jsd(hidden, teacher, headwater.JOIN, join_key="cuda", total_rows=1024, micro_batch=0)

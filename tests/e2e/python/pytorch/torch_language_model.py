@@ -69,25 +69,35 @@ def micro_batch(step: int, index: int, sequences: int = 3) -> tuple[torch.Tensor
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def train_in_process(
-    model: LanguageModel, steps: int, micro_batches: int, optimizer, *, max_grad_norm: float | None = None
-) -> list:
-    """The mean loss of each step."""
+def train(model: LanguageModel, steps, loss_fn, backward, close, indices=range(2)) -> list:
+    """The mean loss of each step, of the micro-batches with these indices."""
     losses = []
-    for step in range(steps):
-        total = 0.0
-        for index in range(micro_batches):
+    for step in steps:
+        losses.append(0.0)
+        for index in indices:
             inputs, targets = micro_batch(step, index)
-            logits = F.linear(model.body(inputs), model.lm_head.weight, model.lm_head.bias)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / micro_batches
-            loss.backward()
-            total += loss.item()
+            loss = loss_fn(model.body(inputs), targets) / len(indices)
+            backward(loss)
+            losses[-1] += loss.item()
+        close()
+    return losses
+
+
+def train_in_process(model: LanguageModel, steps: int, *, max_grad_norm: float | None = None, **options) -> list:
+    """Trains all of the model here."""
+    optimizer = optimizer_of(model.parameters())
+
+    def loss_fn(hidden, targets):
+        logits = F.linear(hidden, model.lm_head.weight, model.lm_head.bias)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def close():
         if max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(total)
-    return losses
+
+    return train(model, range(steps), loss_fn, torch.Tensor.backward, close, **options)
 
 
 def optimizer_of(parameters) -> torch.optim.AdamW:
@@ -95,8 +105,11 @@ def optimizer_of(parameters) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=RATE, **ADAMW)
 
 
-def attach_with_loop(client, name: str, model: LanguageModel, owner: str, *, attach=None, loss=None, **loop_options) -> tuple:
-    """(head, loop, loss) of a model whose last layer has AdamW, that of its owner: "trainer" or "server"."""
+def attach_with_loop(client, name, model, owner, *, attach=None, loss=None, body=True, directory=None, **loop_options) -> tuple:
+    """(head, loop, loss) of a model whose last layer has AdamW, that of its owner: "trainer" or "server".
+
+    With a `directory` the loop keeps its state there; without `body` it trains the head alone.
+    """
     options = dict(attach or {})
     tied = model.lm_head.weight is model.embedding.weight
     if tied:
@@ -104,24 +117,17 @@ def attach_with_loop(client, name: str, model: LanguageModel, owner: str, *, att
     if owner == "server" or not tied:
         options["optimizer"] = SERVER_ADAMW if owner == "server" else "torch"
     head = headwater.torch.attach(client, name, model.lm_head, model=model, **options)
-    optimizer = optimizer_of(model.parameters() if owner == "trainer" else model.body_parameters())
+    optimizer = optimizer_of(model.parameters() if owner == "trainer" else model.body_parameters()) if body else None
+    if directory is not None:
+        rank = loop_options.get("rank")
+        loop_options["state"] = headwater.torch.TrainerState(directory, rank=rank, model=model, optimizer=optimizer)
     loop = headwater.torch.TrainingLoop(head, optimizer, **loop_options)
     return head, loop, headwater.torch.CrossEntropyLoss(head, **(loss or {}))
 
 
-def train_with(loop, loss_fn, model: LanguageModel, steps, micro_batches: int, **step_options) -> list:
-    """The same over a `headwater.torch.TrainingLoop`."""
-    losses = []
-    for step in steps:
-        total = 0.0
-        for index in range(micro_batches):
-            inputs, targets = micro_batch(step, index)
-            loss = loss_fn(model.body(inputs), targets) / micro_batches
-            loop.backward(loss)
-            total += loss.item()
-        loop.step(**step_options)
-        losses.append(total)
-    return losses
+def train_with(loop, loss_fn, model: LanguageModel, steps) -> list:
+    """Trains it over a `headwater.torch.TrainingLoop`."""
+    return train(model, steps, loss_fn, loop.backward, loop.step)
 
 
 def changes(model: LanguageModel, other: LanguageModel, seed: int = 0) -> dict[str, float]:
@@ -135,28 +141,42 @@ def changes(model: LanguageModel, other: LanguageModel, seed: int = 0) -> dict[s
     }
 
 
+def check_trained(expected: LanguageModel, model: LanguageModel, tolerance: float) -> None:
+    """The first has trained what the second has."""
+    for name, change in changes(expected, model).items():
+        assert change <= tolerance, f"{name}: {change:.2g}"
+
+
 class Trainer:
     """A trainer process's objects: made anew, they are a process that was started again. `tied`: None or the owner."""
 
-    def __init__(self, client, name: str, directory, *, tied: str | None = "server", every: int = 2, seed: int = 0):
+    def __init__(self, client, name: str, directory=None, *, tied: str | None = "server", seed: int = 0, every: int = 2, **options):
         self.model = LanguageModel(tied=tied is not None, seed=seed)
-        options = {"tied": tied} if tied else {}
-        if tied != "trainer":
-            options["optimizer"] = SERVER_ADAMW
-        self.head = headwater.torch.attach(client, name, self.model.lm_head, model=self.model, **options)
-        optimizer = optimizer_of(self.model.parameters() if tied == "trainer" else self.model.body_parameters())
-        self.state = headwater.torch.TrainerState(directory, model=self.model, optimizer=optimizer)
-        self.loop = headwater.torch.TrainingLoop(self.head, optimizer, state=self.state, checkpoint_every=every)
-        self.loss_fn = headwater.torch.CrossEntropyLoss(self.head)
-
-    def train(self, *steps: int) -> None:
-        """The steps of range(*steps), of two micro-batches each."""
-        train_with(self.loop, self.loss_fn, self.model, range(*steps), 2)
+        options |= {"directory": directory, "checkpoint_every": every}
+        self.head, self.loop, self.loss_fn = attach_with_loop(client, name, self.model, tied or "server", **options)
+        self.state = self.loop._state
+        self.steps = []  # as they were begun
 
     def contribute(self, step: int, index: int) -> None:
-        """One micro-batch of a step, as `train` submits it."""
+        """One of the two micro-batches of a step."""
         inputs, targets = micro_batch(step, index)
         self.loop.backward(self.loss_fn(self.model.body(inputs), targets) / 2)
+
+    def train_step(self, step: int) -> None:
+        """Both of them; the step stays open."""
+        self.steps.append(step)
+        for index in range(2):
+            self.contribute(step, index)
+
+    def train(self, *steps: int) -> None:
+        """The steps of range(*steps)."""
+        for step in range(*steps):
+            self.train_step(step)
+            self.loop.step()
+
+    def run(self, steps: int, train_step=None) -> None:
+        """All steps until `steps`, by the loop's `run`."""
+        self.loop.run(train_step or self.train_step, steps, learning_rate=RATE)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """All that is trained, by name."""

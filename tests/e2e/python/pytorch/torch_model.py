@@ -47,6 +47,17 @@ class Problem:
         value.backward()
         return [parameter.grad for parameter in parameters], value.item()
 
+    def cross_entropy(self, upstream=1.0, targets=None, **options):
+        """The objective that is PyTorch's cross entropy, times `upstream`."""
+        targets = self.targets if targets is None else targets
+        return lambda _, logits: (F.cross_entropy(logits, targets, **options) * torch.as_tensor(upstream).double()).sum()
+
+    def check(self, objective, trunk, head, value=None):
+        """The gradients of trunk and head, and a value, are those of the objective."""
+        expected, reference = self.reference(objective)
+        assert value is None or abs(float(value) / reference - 1) <= 1e-6
+        check_gradients(trunk.grad, head, expected)
+
 
 def relative(actual, expected):
     """Norm of the difference / norm of the reference; NaN stays NaN."""
@@ -65,6 +76,6 @@ def check_gradients(trunk_grad, head, expected, *, factor=1.0, tolerance=1e-5):
 
 def check_step(problem, head, trunk, tolerance=1e-5):
     """Both sides have gone one step of SGD, at a rate of 0.1, with the mean cross entropy."""
-    expected, _ = problem.reference(lambda hidden, logits: F.cross_entropy(logits, problem.targets))
+    expected, _ = problem.reference(problem.cross_entropy())
     assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= tolerance
     assert relative(problem.trunk - trunk.detach().cpu(), 0.1 * expected[0]) <= tolerance
