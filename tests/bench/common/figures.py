@@ -11,6 +11,21 @@ import sys
 
 HEADER = ("case", "value", "unit", "sense", "required", "machine", "commit")
 GPU_PREFIX = "cuda_"  # of the cases that are taken on a GPU
+# The unit of each value that trainers report by these names.
+UNITS = {
+    "tokens_per_second": "tokens/s",
+    "step_ms": "ms",
+    "spread": "(max-min)/median",
+    "peak_mib": "MiB",
+    "trainer_peak_mib": "MiB",
+    "server_planned_mib": "MiB",
+    "device_mib": "MiB of all processes",
+}
+
+
+def prefix_of(machine):
+    """The beginning of the cases of a machine, as runs.machine_name() calls it."""
+    return GPU_PREFIX if "NVIDIA" in machine else "cpu_"
 
 
 def read(path):
@@ -63,6 +78,12 @@ class Table:
         if self._show:
             show(self.rows[-1:])
 
+    def add_all(self, result, *names, before=""):
+        """Adds those of the values that UNITS knows, or only some names, which the result may lack."""
+        for name in names or UNITS:
+            if name in result:
+                self.add(before + name, result[name], UNITS[name])
+
 
 def is_missed(figure):
     """Whether a figure is over what is required of it; NaN is."""
@@ -91,6 +112,17 @@ def origin(rows):
         commits.setdefault(row["machine"], []).append(row["commit"])
     machines = sorted(commits.items(), key=lambda entry: -len(entry[1]))
     return " ".join(f"Machine: {machine}. Commit: {', '.join(sorted(set(own)))}." for machine, own in machines)
+
+
+def markdown(header, rows):
+    """Lines of a table of cells, and an empty one behind it."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return [lines[0], "|" + "---|" * len(header), *lines[1:], ""]
+
+
+def cell(row, form, absent=""):
+    """A figure as tables show it; `absent` where there is no row."""
+    return absent if row is None else form.format(float(row["value"])) + " **missed**" * is_missed(row)
 
 
 def write_block(page, mark, lines):

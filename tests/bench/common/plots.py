@@ -5,6 +5,16 @@ import contextlib
 import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "headwater",
+}
+GRID = {"color": "#e5e5e5", "linewidth": 0.8}
+TEXT_COLOUR = "#333333"
 
 
 def parse_arguments(doc, name):
@@ -33,3 +43,25 @@ def bars(plot, names, size, label):
     axes.set_xlabel(label)
     figure.tight_layout()
     figure.savefig(plot, metadata={"Date": None} if is_svg else None)
+
+
+@contextlib.contextmanager
+def panels(plot, size, rows, columns, style=None, **options):
+    """A figure and its axes in the common style, and others; written to the file, an SVG, at the end if anything was drawn."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE | (style or {})):
+        figure, every = pyplot.subplots(rows, columns, figsize=size, **options)
+        yield figure, every
+        if any(axes.has_data() for axes in figure.axes):
+            figure.savefig(plot, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+def name_rows(axes, names):
+    """Names the rows of a panel, the first at the top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)

@@ -7,6 +7,11 @@ import pathlib
 import signal
 import subprocess
 import sys
+import types
+
+import figures
+
+HERE = pathlib.Path(__file__).resolve().parent
 
 
 def make_parser(doc, smoke, required=("build", "output")):
@@ -28,8 +33,8 @@ def chosen(parser, what, names, known):
 
 
 def environment_of(build, *folders, **others):
-    """The environment of a process that imports a build's client, and modules of the folders."""
-    path = os.pathsep.join([str(build / "python"), *map(str, folders), os.environ.get("PYTHONPATH", "")])
+    """The environment of a process that imports a build's client, and modules of this folder and others."""
+    path = os.pathsep.join([str(build / "python"), *map(str, (HERE, *folders)), os.environ.get("PYTHONPATH", "")])
     places = {"HEADWATER_BUILD_DIR": str(build), "HEADWATERD": str(build / "bin/headwaterd"), "PYTHONPATH": path}
     return {**os.environ, **places, **others}
 
@@ -44,17 +49,17 @@ def machine_name():
     return subprocess.run((sys.executable, "-c", script), check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
-def start_trainer(script, arguments, environment):
-    """Starts a program that prints lines of JSON; its process."""
+def start_trainer(script, environment):
+    """Starts a program that waits for its trainer_options() and prints lines of JSON; its process."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     # A group of its own, so that a trainer that hangs is killed with the processes that it has started.
-    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment, start_new_session=True, **pipes)
+    return subprocess.Popen([sys.executable, str(script)], env=environment, start_new_session=True, **pipes)
 
 
-def trainer_results(process, seconds, text=""):
-    """Sends the text to a started program: (values of the lines that it prints, why it failed or "", its standard error)."""
+def trainer_results(process, options, seconds):
+    """Gives a started program its options: (values of the lines that it prints, why it failed or "", its standard error)."""
     try:
-        out, error = process.communicate(text, timeout=seconds)
+        out, error = process.communicate(json.dumps(options), timeout=seconds)
         why = f"it ended with {process.returncode}"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
@@ -64,9 +69,20 @@ def trainer_results(process, seconds, text=""):
     return results, "" if results and process.returncode == 0 else why, error
 
 
-def run_trainer(script, arguments, environment, seconds):
+def run_trainer(script, options, environment, seconds):
     """start_trainer() and trainer_results()."""
-    return trainer_results(start_trainer(script, arguments, environment), seconds)
+    return trainer_results(start_trainer(script, environment), options, seconds)
+
+
+def trainer_options():
+    """In a trainer: its options as attributes. The process ends where none are left to be run."""
+    text = sys.stdin.read()
+    return types.SimpleNamespace(**json.loads(text)) if text else sys.exit()
+
+
+def say(result):
+    """In a trainer: prints a result."""
+    print(json.dumps(result), flush=True)
 
 
 class Worker:
@@ -93,3 +109,34 @@ class Worker:
     def close(self):
         self._process.stdin.close()
         self._process.wait(60)
+
+
+class Record:
+    """The results of a benchmark by name: NAME.json and TABLE.csv (default: NAME) of --output, written after each.
+
+    `figures_of` makes the CSV's rows of {name: {"machine", "commit", "result"}}. Results of an earlier run on this machine stand if
+    `keep` says so of them.
+    """
+
+    def __init__(self, options, name, figures_of, keep=None, table=None):
+        options.output.mkdir(parents=True, exist_ok=True)
+        self.machine, self._commit, self._figures_of = machine_name(), options.commit, figures_of
+        self.document, self.table = options.output / f"{name}.json", options.output / f"{table or name}.csv"
+        earlier = read_results(self.document) if keep else {}
+        self.found = {name: entry for name, entry in earlier.items() if entry["machine"] == self.machine and keep(name, entry)}
+        print(self.machine, flush=True)
+
+    def add(self, name, result, **more):
+        """Adds a result; {"failed": why} is one."""
+        self.found[name] = {"machine": self.machine, "commit": self._commit, "result": result, **more}
+        self.document.write_text(json.dumps({"results": self.found}) + "\n", encoding="utf-8")
+        figures.merge(self.table, self._figures_of(self.found))
+
+    def failed(self):
+        """The names of those that failed."""
+        return [name for name, entry in self.found.items() if "failed" in entry["result"]]
+
+
+def read_results(document):
+    """The results in the file of a Record; none if there is no file."""
+    return json.loads(document.read_text(encoding="utf-8"))["results"] if document.exists() else {}

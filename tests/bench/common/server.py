@@ -4,20 +4,23 @@ import contextlib
 import dataclasses
 import pathlib
 import subprocess
+import tempfile
 import time
+
+CPU_ENGINE = ("--engine=cpu", "--threads=1")
 
 
 @dataclasses.dataclass
 class Server:
-    """A headwaterd that runs."""
+    """A headwaterd that runs; without anything, none."""
 
-    process: subprocess.Popen
-    address: str
-    log: pathlib.Path
+    process: subprocess.Popen | None = None
+    address: str = ""
+    log: pathlib.Path | None = None
 
     def log_end(self):
         """The last 4000 characters of its log."""
-        return self.log.read_text(encoding="utf-8", errors="replace")[-4000:]
+        return self.log.read_text(encoding="utf-8", errors="replace")[-4000:] if self.log else ""
 
 
 @contextlib.contextmanager
@@ -30,7 +33,7 @@ def running(build, folder, *engine, listen=None):
     listen = listen or f"unix:{folder}/hw.sock"
     command = [build / "bin" / "headwaterd", f"--listen_addresses={listen}", f"--port_file={ready}", "--metrics_address="]
     with log.open("wb") as output:
-        process = subprocess.Popen([*map(str, command), *(engine or ("--engine=cpu", "--threads=1"))], stdout=output, stderr=output)
+        process = subprocess.Popen([*map(str, command), *(engine or CPU_ENGINE)], stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + 60
         while not ready.exists():
@@ -45,3 +48,15 @@ def running(build, folder, *engine, listen=None):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def sharing(build, *engine, listen=None, wanted=True):
+    """As running(), in a folder of its own, with memory that it shares with its clients. No server if none is wanted."""
+    if not wanted:
+        yield Server()
+        return
+    with tempfile.TemporaryDirectory(prefix="hw-") as name:
+        folder = pathlib.Path(name)
+        with running(build, folder, *(engine or CPU_ENGINE), f"--descriptor_socket={folder}/memory", listen=listen) as started:
+            yield started

@@ -1,246 +1,107 @@
 #!/usr/bin/env python3
 """One trainer of the end-to-end benchmark: a model, a way to compute its head's loss, tokens per second, memory. Started by `run`.
 
-Prints a line with a JSON object. With --probe it then looks for the largest micro-batch that fits, and prints another line with
+Prints a line with a JSON object. With `probe` it then looks for the largest micro-batch that fits, and prints another line with
 both.
 """
 
-from __future__ import annotations
-
-import argparse
-import dataclasses
+import contextlib
 import gc
-import json
-import os
-import statistics
-import sys
+import math
 import time
 
 import language_model
+import runs
 import torch
-import torch.nn.functional as F
+import trainers
 
-LEARNING_RATE = 1e-4
+import headwater
+
+MICRO_BATCHES = 4  # of a step
+RANK_STEPS = 15  # of data-parallel trainers, which must agree
+PROBE_SECONDS = 30
+MOST_SEQUENCES = 64
 
 
-def cross_entropy_sum(hidden, weight, targets):
-    """The textbook's loss: logits in fp32."""
-    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+class Model(torch.nn.Module):
+    """Body and head as one module, so that PyTorch reduces the gradients of both while backward runs."""
+
+    def __init__(self, body, head):
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, inputs, targets):
+        return self.head(self.body(inputs), targets)
 
 
-class InProcessHead:
-    """The head beside the body: loss by torch.compile, by Liger, or eager; its weight is one of the optimizer's."""
-
-    def __init__(self, kind, shape, device, dtype, dynamic=False):
-        self.weight = torch.nn.Parameter(language_model.make_head_weight(shape, device, dtype))
-        if kind == "liger":
-            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-            liger = LigerFusedLinearCrossEntropyLoss(reduction="sum")
-            self._loss = lambda hidden, weight, targets: liger(weight, hidden, targets)
-        elif kind == "compile":
-            self._loss = torch.compile(cross_entropy_sum, dynamic=dynamic)
-        else:
-            self._loss = cross_entropy_sum
-
-    def parameters(self):
-        return [self.weight]
-
-    def train(self, body, micro_batches, items):
-        """Forward and backward of all micro-batches; the loss per token, on the device."""
-        total = 0
-        for inputs, targets in micro_batches:
-            hidden = body(inputs).flatten(0, 1)
-            loss = self._loss(hidden, self.weight, targets.flatten()) / items
+def train(model, micro_batches):
+    """Forward and backward of all micro-batches; the mean loss, on the device."""
+    total = 0
+    for number, (inputs, targets) in enumerate(micro_batches):
+        reduces = not hasattr(model, "no_sync") or number + 1 == len(micro_batches)
+        with contextlib.nullcontext() if reduces else model.no_sync():
+            loss = model(inputs, targets) / len(micro_batches)
             loss.backward()
-            total = total + loss.detach()
-        return total
-
-    def step(self, optimizer):
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    def forget(self):
-        """Drops the remains of a step that was broken off."""
-        self.weight.grad = None
-
-    def close(self):
-        self.weight = None
+        total = total + loss.detach()
+    return total
 
 
-class RemoteHead:
-    """The head on a server, by the drop-in loss for autograd, or with the next forward under way while the server computes."""
+def train_overlapped(model, micro_batches):
+    """The same. The gradient of the loss is known beforehand, so nothing waits for backward: EAGER, two in flight."""
+    scale = 1 / sum(targets.numel() for _, targets in micro_batches)
+    waiting, total = [], 0.0
 
-    def __init__(self, address, transport, overlap, shape, device, dtype):
-        import headwater
-        import headwater.torch
-
-        self._client = headwater.connect(address, transport=transport)
-        weight = language_model.make_head_weight(shape, "cpu", dtype)
-        self._head = self._client.create_head(f"end-to-end-{os.getpid()}", weight, optimizer=headwater.AdamW())
-        del weight
-        self._loss = headwater.torch.CrossEntropyLoss(self._head)
-        self._overlap = overlap
-        self._count = 0
-        self.transport = ""
-
-    def parameters(self):
-        return []
-
-    def train(self, body, micro_batches, items):
-        return self._train_overlapped(body, micro_batches, items) if self._overlap else self._train(body, micro_batches, items)
-
-    def _train(self, body, micro_batches, items):
-        total = 0
-        for inputs, targets in micro_batches:
-            loss = self._loss(body(inputs), targets, num_items_in_batch=items)
-            loss.backward()
-            total = total + loss.detach()
-        self._count = len(micro_batches)
-        return total
-
-    def _train_overlapped(self, body, micro_batches, items):
-        """The gradient of the loss is known beforehand (1 / items), so nothing waits for backward: EAGER, two in flight."""
-        waiting, total = [], 0.0
-        for number, (inputs, targets) in enumerate(micro_batches):
-            hidden = body(inputs)
-            rows = hidden.detach().flatten(0, 1)
-            future = self._head.cross_entropy_future(rows, targets.flatten(), micro_batch=number, loss_scale=1 / items)
-            waiting.append((hidden, future))
-            if len(waiting) == 2:
-                total += self._back(*waiting.pop(0))
-        while waiting:
-            total += self._back(*waiting.pop(0))
-        self._count = len(micro_batches)
-        return torch.tensor(total / items)
-
-    def _back(self, hidden, future):
+    def finish(hidden, future):
         out = future.result()
-        self.transport = out.transport
         hidden.backward(out.grad_hidden.view_as(hidden))
-        return out.loss_sum
+        return out.loss_sum * scale
 
-    def step(self, optimizer):
-        # The server's optimizer works while this process's does.
-        future = self._head.apply_optimizer_step_future(learning_rate=LEARNING_RATE, expected_micro_batches=self._count)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        future.result()
-
-    def forget(self):
-        """Drops the remains of a step that was broken off."""
-        self._head.discard_gradient()
-
-    def close(self):
-        self._head.delete(force=True)
-        self._client.close()
+    for number, (inputs, targets) in enumerate(micro_batches):
+        hidden = model.body(inputs)
+        rows = hidden.detach().flatten(0, 1)
+        waiting.append(
+            (hidden, model.head.head.cross_entropy_future(rows, targets.flatten(), micro_batch=number, loss_scale=scale))
+        )
+        if len(waiting) == 2:
+            total += finish(*waiting.pop(0))
+    return total + sum(finish(*entry) for entry in waiting)
 
 
-def make_head(options, shape, device, dtype, dynamic=False):
-    """The head that --mode names."""
-    if options.mode.startswith("remote"):
-        return RemoteHead(options.address, options.transport, options.mode == "remote_overlapped", shape, device, dtype)
-    kind = {"in_process": options.loss, "data_parallel": options.loss}[options.mode]
-    return InProcessHead(kind, shape, device, dtype, dynamic)
+def make_model(options, shape, device):
+    """The body, under the head that `way` names: remote or overlapped, or the way of a head in process."""
+    body = language_model.make_body(shape, device, torch.bfloat16)
+    weight = language_model.make_head_weight(shape, device, torch.bfloat16)
+    if options.way not in ("remote", "overlapped"):
+        return Model(body, trainers.LocalHead(options.way, weight))
+    return Model(body, trainers.RemoteHead(headwater.connect(options.address, transport=options.transport), "head", weight))
 
 
-def synchronize(device):
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def peak_mib(device):
-    return torch.cuda.max_memory_allocated() / 2**20 if device.startswith("cuda") else 0.0
-
-
-def make_optimizer(parameters, device):
-    fused = {"fused": True} if device.startswith("cuda") else {}
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.95), **fused)
-
-
-def measure(options, shape, device, dtype, rank=0, world=1):
-    """Tokens per second over --seconds, at --sequences a micro-batch."""
-    text, origin = language_model.collect_text(options.text_bytes)
-    batches = language_model.Batches(language_model.tokenize(text, shape.vocab), shape.context, device)
-    if rank:
-        batches.take(rank * options.sequences)
-    body = language_model.make_body(shape, device, dtype)
-    head = make_head(options, shape, device, dtype)
-    model = body
-    if world > 1:
-        model, head = data_parallel(body, head, device)
-    optimizer = make_optimizer([*body.parameters(), *head.parameters()], device)
-    tokens = options.sequences * shape.context * options.micro_batches
+def measure(rank, options, shape):
+    """Prints tokens per second over the options' seconds, then what probe() finds."""
+    device = trainers.use_device(options.device, rank)
+    text, _ = language_model.read_texts(200_000 if device == "cpu" else 4 << 20)
+    sequences = language_model.sequences_of(language_model.tokenize(text, shape.vocab), shape.context).to(device)
+    of_rank = rank * options.sequences, options.ranks * options.sequences
+    batches = language_model.batches(sequences, options.sequences, *of_rank)
+    model = whole = make_model(options, shape, device)
+    if options.ranks > 1:
+        whole = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = trainers.make_optimizer(model.parameters(), device)
+    train_step = train_overlapped if options.way == "overlapped" else train
 
     def step():
-        micro_batches = [batches.take(options.sequences, (world - 1) * options.sequences) for _ in range(options.micro_batches)]
-        loss = head.train(model, micro_batches, tokens)
-        head.step(optimizer)
+        loss = train_step(whole, [next(batches) for _ in range(MICRO_BATCHES)])
+        trainers.update(optimizer, [model.head], MICRO_BATCHES)
         return loss
 
-    first_loss = float(step())  # compiles
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(3):  # with the first one, as many for each data-parallel rank
-        step()
-        synchronize(device)
-    times, losses = [], []
-    began = time.monotonic()
-    while len(times) < (options.steps if world > 1 else 4) or (world == 1 and time.monotonic() - began < options.seconds):
-        start = time.perf_counter()
-        losses.append(float(step()))
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    result = {
-        "tokens_per_second": world * tokens / statistics.median(times),
-        "step_ms": 1000 * statistics.median(times),
-        "step_ms_spread": (max(times) - min(times)) / statistics.median(times),
-        "steps": len(times),
-        "peak_mib": peak_mib(device),
-        "first_loss": first_loss,
-        "last_loss": losses[-1],
-        "text": origin,
-        "parameters": sum(p.numel() for p in body.parameters()) + shape.vocab * shape.hidden,
-    }
-    head.close()
-    return result
-
-
-class DataParallelHead(InProcessHead):
-    """Body and head as one module, so that PyTorch reduces both gradients while backward runs."""
-
-    def __init__(self, head, module):
-        self.weight, self._loss, self._module = head.weight, head._loss, module
-
-    def train(self, body, micro_batches, items):
-        total = 0
-        for number, (inputs, targets) in enumerate(micro_batches):
-            # PyTorch divides by the number of ranks; each has `items` tokens of a step.
-            if number + 1 < len(micro_batches):
-                with self._module.no_sync():
-                    loss = self._module(inputs, targets) / items
-                    loss.backward()
-            else:
-                loss = self._module(inputs, targets) / items
-                loss.backward()
-            total = total + loss.detach()
-        return total
-
-
-def data_parallel(body, head, device):
-    """Both wrapped for data parallelism."""
-
-    class Whole(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.weight = body, head.weight
-
-        def forward(self, inputs, targets):
-            return head._loss(self.body(inputs).flatten(0, 1), self.weight, targets.flatten())
-
-    ids = [torch.device(device).index] if device.startswith("cuda") else None
-    module = torch.nn.parallel.DistributedDataParallel(Whole(), device_ids=ids, gradient_as_bucket_view=True)
-    return body, DataParallelHead(head, module)
+    bounds = {"least": RANK_STEPS} if options.ranks > 1 else {"least": 4, "seconds": options.seconds}
+    result = trainers.timed(step, device, warm_up=4, **bounds)
+    tokens = options.ranks * MICRO_BATCHES * options.sequences * shape.context
+    result["tokens_per_second"] = 1000 * tokens / result["step_ms"]
+    if rank == 0:
+        runs.say(result)
+    if options.probe:
+        runs.say({**result, "largest_tokens": probe(options, model, optimizer, sequences) * shape.context})
 
 
 def is_out_of_memory(error):
@@ -249,107 +110,50 @@ def is_out_of_memory(error):
     return isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
 
 
-def probe(options, shape, device, dtype):
-    """The most sequences of a micro-batch that fit: doubled until one does not, then between the two, within --probe-seconds."""
-    deadline = time.monotonic() + options.probe_seconds
-    text, _ = language_model.collect_text(options.text_bytes)
-    batches = language_model.Batches(language_model.tokenize(text, shape.vocab), shape.context, device)
-    body = language_model.make_body(shape, device, dtype)
-    head = make_head(options, shape, device, dtype, dynamic=True)
-    optimizer = make_optimizer([*body.parameters(), *head.parameters()], device)
-    tried = {}
+def probe(options, model, optimizer, sequences):
+    """The most sequences of a micro-batch that fit: doubled until one does not, then between the two, within PROBE_SECONDS."""
+    deadline = time.monotonic() + PROBE_SECONDS
+    is_remote = isinstance(model.head, trainers.RemoteHead)
+    if not is_remote:
+        model.head.of_rows = trainers.loss_of_rows(options.way, dynamic=True)
+    torch.cuda.empty_cache()
 
-    def fits(sequences):
+    def fits(size):
         try:
-            micro_batch = batches.take(sequences)
-            head.train(body, [micro_batch], sequences * shape.context)
-            head.step(optimizer)
-            synchronize(device)
-            tried[sequences] = True
+            train(model, [next(language_model.batches(sequences, size))])
+            trainers.update(optimizer, [model.head])
+            torch.cuda.synchronize()
+            fit = True
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            tried[sequences] = False
-        if not tried[sequences]:  # outside of the handler, which keeps the graph
-            body.zero_grad(set_to_none=True)
+            fit = False
+        if not fit:  # outside of the handler, which keeps the graph
+            optimizer.zero_grad(set_to_none=True)
             gc.collect()
-            head.forget()
+            if is_remote:
+                model.head.head.discard_gradient()
         gc.collect()
         torch.cuda.empty_cache()
-        return tried[sequences]
+        return fit
 
-    good, bad = 0, None
-    sequences = options.sequences
-    while time.monotonic() < deadline and bad is None and sequences <= options.most_sequences:
-        if fits(sequences):
-            good, sequences = sequences, sequences * 2
+    size, good, bad = options.sequences, 0, math.inf
+    while bad - good > max(1, good // 16) and size <= MOST_SEQUENCES and time.monotonic() < deadline:
+        if fits(size):
+            good = size
         else:
-            bad = sequences
-    while bad is not None and bad - good > max(1, good // 16) and time.monotonic() < deadline:
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
-    head.close()
-    return {"largest_sequences": good, "smallest_that_fails": bad, "largest_tokens": good * shape.context}
-
-
-def say(result):
-    """A line for `run`, which takes the last one that has come."""
-    sys.stdout.write(json.dumps(result) + "\n")
-    sys.stdout.flush()
-
-
-def run_rank(rank, options, shape, queue):
-    """One of two data-parallel trainers."""
-    device = f"cuda:{rank}" if options.device.startswith("cuda") else "cpu"
-    if device != "cpu":
-        torch.cuda.set_device(rank)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(options.port), NCCL_NVLS_ENABLE="0")
-    torch.distributed.init_process_group("nccl" if device != "cpu" else "gloo", rank=rank, world_size=2)
-    result = measure(options, shape, device, torch.bfloat16, rank, 2)
-    torch.distributed.destroy_process_group()
-    if rank == 0:
-        queue.put(result)
+            bad = size
+        size = 2 * good if bad == math.inf else (good + bad) // 2
+    return good
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mode", required=True, choices=("in_process", "remote", "remote_overlapped", "data_parallel"))
-    parser.add_argument("--loss", default="compile", choices=("compile", "liger", "eager"), help="of a head in process")
-    parser.add_argument("--transport", default="auto")
-    parser.add_argument("--address", default="")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--sequences", type=int, default=4, help="of a micro-batch")
-    parser.add_argument("--micro-batches", type=int, default=4, help="of a step")
-    parser.add_argument("--seconds", type=float, default=8)
-    parser.add_argument("--steps", type=int, default=15, help="of data-parallel trainers, which must agree")
-    parser.add_argument("--text-bytes", type=int, default=4 << 20)
-    parser.add_argument("--probe", action="store_true")
-    parser.add_argument("--probe-seconds", type=float, default=30)
-    parser.add_argument("--most-sequences", type=int, default=64)
-    parser.add_argument("--port", type=int, default=29517)
-    options = parser.parse_args()
-    shape = language_model.TINY if options.tiny else language_model.Shape()
-    dtype = torch.bfloat16
-    if options.device.startswith("cuda"):
-        torch.cuda.set_device(options.device)
-    if options.mode == "data_parallel":
-        context = torch.multiprocessing.get_context("spawn")
-        queue = context.SimpleQueue()
-        torch.multiprocessing.spawn(run_rank, (options, shape, queue), nprocs=2)
-        result = queue.get()
+    options = runs.trainer_options()
+    shape = language_model.TINY if options.device == "cpu" else language_model.Shape()
+    if options.ranks > 1:
+        trainers.run_ranks(measure, options.ranks, options.device, options, shape)
     else:
-        result = measure(options, shape, options.device, dtype)
-    result["shape"] = dataclasses.asdict(shape)
-    say(result)
-    if options.probe and options.mode != "data_parallel":
-        gc.collect()
-        torch.cuda.empty_cache()
-        result.update(probe(options, shape, options.device, dtype))
-        say(result)
+        measure(0, options, shape)
 
 
 if __name__ == "__main__":

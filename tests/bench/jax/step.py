@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """One loss with its gradients in JAX, again and again: by a remote head, or by optax over logits. Prints a line of JSON."""
 
-import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -14,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import runs
 
 import headwater
 import headwater.jax
@@ -55,14 +54,7 @@ def used_mib():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--way", required=True, choices=("headwater", "optax"))
-    parser.add_argument("--address", help="of the server")
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--hidden", type=int, required=True)
-    parser.add_argument("--vocab", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True, help=f"of each of {BLOCKS} blocks")
-    options = parser.parse_args()
+    options = runs.trainer_options()
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (options.rows, options.hidden), jnp.bfloat16)
     scale = options.hidden**-0.5
@@ -90,7 +82,7 @@ def main():
         "machine": f"{jax.devices()[0].device_kind}; JAX {jax.__version__}",
         **first,
     }
-    print(json.dumps(result))
+    runs.say(result)
 
 
 if __name__ == "__main__":

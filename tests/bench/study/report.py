@@ -17,9 +17,9 @@ import re
 import sys
 from pathlib import Path
 
-import plots
+import drawings
 from measured import ERROR_WAYS, QUANTITIES, Study, figures, study_rows
-from points import LABELS, WAYS, all_points, smoke_points
+from points import COMPARED, LABELS, WAYS, all_points, smoke_points
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "<!-- results -->"
@@ -129,7 +129,7 @@ class Pages:
 
     def plot(self, name):
         """A plot, where there is one."""
-        return [f"![{plots.PLOTS[name][1]}]({name}.svg)", ""] if name in self.drawn else []
+        return [f"![{drawings.PLOTS[name][1]}]({name}.svg)", ""] if name in self.drawn else []
 
     def point_cell(self, point, measure, form):
         """A point's measure; why there is none; empty where the way has no such measure."""
@@ -232,7 +232,7 @@ class Pages:
         said += self.long_contexts()
         batches = [point for point in self.points if point.part == "batches" and self.study.figure(point, "tokens_per_second")]
         remote = max((point.batch for point in batches if point.way == "headwater"), default=0)
-        largest = [point for point in batches if point.batch == remote and point.way in plots.COMPARED]
+        largest = [point for point in batches if point.batch == remote and point.way in COMPARED]
         rates = {LABELS[point.way]: self.study.figure(point, "tokens_per_second") for point in largest}
         each = [f"{words} {cell(row, '{:,.0f}')}" for words, row in rates.items()]
         said += [f"Tokens a second at {sizes(largest[0])}: {', '.join(each)}."] if each else []
@@ -352,7 +352,7 @@ class Pages:
         for heading, points in background(index):
             slides += [[f"# {heading}", "", *(f"- {point}" for point in points)]]
         for name in self.drawn:
-            slides += [[f"# {plots.PLOTS[name][1]}", "", *self.plot(name)[:1]]]
+            slides += [[f"# {drawings.PLOTS[name][1]}", "", *self.plot(name)[:1]]]
         slides += [["# In short", "", *(f"- {sentence}" for sentence in self.conclusions() or ["Not measured."])]]
         slides += [["# What must hold", "", *table(["figure", "measured", "at most"], self.bounds())[:-1]]]
         front = ["---", "marp: true", "paginate: true", 'style: "section { font-size: 24px } table { font-size: 17px }"', "---", ""]
@@ -376,14 +376,11 @@ def background(index):
 
 def draw(study, points, folder):
     """The names of the plots that could be drawn; an older one without figures is removed."""
-    drawn = []
-    for name, (function, _) in plots.PLOTS.items():
-        path = folder / f"{name}.svg"
-        if function(study, points, path):
-            drawn.append(name)
-        else:
-            path.unlink(missing_ok=True)
-    return drawn
+    files = {name: folder / f"{name}.svg" for name in drawings.PLOTS}
+    for name, path in files.items():
+        path.unlink(missing_ok=True)
+        drawings.PLOTS[name][0](study, points, path)
+    return [name for name, path in files.items() if path.exists()]
 
 
 def main():

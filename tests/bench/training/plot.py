@@ -27,14 +27,6 @@ WAYS = {
     "cce": ("CCE, which drops", "#009E73"),
 }
 NAMES = {"smollm2": "SmolLM2-135M", "scratch": "65 million random weights", "adamw": "AdamW", "sgd": "SGD"}
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "svg.fonttype": "none",
-    "svg.hashsalt": "headwater",
-}
 SMOOTHED = 10  # points of the curve
 COLUMNS = {
     "held_out_all": "held-out loss",
@@ -64,13 +56,13 @@ def table_of(families, rows):
     values = {row["case"]: row for row in rows}
     lines = []
     for family, ways in families.items():
-        lines += ["", f"**{', '.join(NAMES[part] for part in family)}**", ""]
-        lines += ["| gradient | seeds | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+        body = []
         for way in (way for way in WAYS if way in ways):
             case = figures.GPU_PREFIX + "_".join(("training", *family, way, ""))
-            found = [values.get(case + name) for name in COLUMNS]
-            cells = [f"{float(row['value']):.3f}" + " (missed)" * figures.is_missed(row) if row else "" for row in found]
-            lines.append(f"| {WAYS[way][0]} | {len(ways[way])} | " + " | ".join(cells) + " |")
+            cells = [figures.cell(values.get(case + name), "{:.3f}") for name in COLUMNS]
+            body.append([WAYS[way][0], str(len(ways[way])), *cells])
+        lines += ["", f"**{', '.join(NAMES[part] for part in family)}**", ""]
+        lines += figures.markdown(["gradient", "seeds", *COLUMNS.values()], body)[:-1]
     return lines
 
 
@@ -90,14 +82,8 @@ def curve_of(results, base=None):
 
 def draw(families, rows, plot):
     """A row for each model and optimizer: losses, differences to exact, changes of rare rows."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     values = {row["case"]: float(row["value"]) for row in rows}
-    with pyplot.rc_context(STYLE):
-        figure, every = pyplot.subplots(len(families), 3, figsize=(12, 3.2 * len(families)), squeeze=False)
+    with plots.panels(plot, (12, 3.2 * len(families)), len(families), 3, squeeze=False) as (figure, every):
         for (curves, differences, changes), (family, ways) in zip(every, families.items(), strict=True):
             shown = [way for way in WAYS if way in ways]
             for way in shown:
@@ -111,21 +97,19 @@ def draw(families, rows, plot):
             differences.axhline(0, color="black", linewidth=0.8)
             for axes in (curves, differences):
                 axes.set_xlabel("step")
-                axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+                axes.grid(axis="y", **plots.GRID)
             case = figures.GPU_PREFIX + "_".join(("training", *family, ""))
             others = [way for way in shown if f"{case}{way}_rare_rows_sums" in values]
             for place, way in enumerate(others):
                 ratio = values[f"{case}{way}_rare_rows_sums"]
                 changes.barh(place, ratio, 0.62, color=WAYS[way][1])
-                changes.text(ratio, place, f" {ratio:.2f}", va="center", color="#333333")
-            changes.set_yticks(range(len(others)), [WAYS[way][0] for way in others])
-            changes.invert_yaxis()
+                changes.text(ratio, place, f" {ratio:.2f}", va="center", color=plots.TEXT_COLOUR)
+            plots.name_rows(changes, [WAYS[way][0] for way in others])
             changes.axvline(1, color="grey", linewidth=0.8, linestyle="--")
             changes.set_title("change of rare rows over exact's")
             changes.margins(x=0.15)
         every[0][0].legend(frameon=False, fontsize=8)
         figure.tight_layout()
-        figure.savefig(plot, metadata={"Date": None})
 
 
 def main():

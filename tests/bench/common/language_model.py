@@ -1,12 +1,15 @@
-"""A Llama-style model without its head, and real text for it: what the end-to-end benchmark trains."""
+"""A Llama-style model without its head, and real text for it: what the benchmarks train."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import pathlib
+import random
 import re
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -131,68 +134,56 @@ def make_body(shape: Shape, device: str, dtype: torch.dtype) -> Body:
     return body
 
 
-def make_head_weight(shape: Shape, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """The head's weight, (vocab, hidden), the same values each time."""
-    generator = torch.Generator().manual_seed(2)
-    values = torch.empty(shape.vocab, shape.hidden)
-    return values.normal_(0, 0.02, generator=generator).to(device=device, dtype=dtype)
+def make_head_weight(shape: Shape, device: str, dtype: torch.dtype, number: int = 0) -> torch.Tensor:
+    """The weight of a head, (vocab, hidden), the same values each time on one kind of device."""
+    generator = torch.Generator(device).manual_seed(2 + number)
+    return torch.empty(shape.vocab, shape.hidden, device=device, dtype=dtype).normal_(0, 0.02, generator=generator)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------------------
 
-_WORD = re.compile(rb"[A-Za-z_]+|[0-9]|[ \t]+|\n+|[^A-Za-z_0-9\s]")
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+FOLDERS = ("client", "docs", "kernels", "server", "tests")  # of this project, whose texts are read
+_WORD = re.compile(r"[A-Za-z_]+|[0-9]|[ \t]+|\n+|[^A-Za-z_0-9\s]")
 _BYTES = 256  # ids of single bytes, for words that have none
 
 
-def collect_text(most_bytes: int) -> tuple[bytes, str]:
-    """Text that any machine with Python has, and what it is: licences, and the sources of Python's standard library."""
+def read_texts(most_characters: int) -> tuple[str, str]:
+    """(training text, held-out text) of this project and of Python's standard library: every tenth file is held out."""
     library = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    files = (
-        sorted(pathlib.Path("/usr/share/common-licenses").glob("*")) + sorted(library.glob("*.py")) + sorted(library.glob("*/*.py"))
-    )
-    parts, size = [], 0
-    for file in files:
-        if size >= most_bytes or not file.is_file() or "site-packages" in file.parts or "test" in file.parts:
-            continue
-        try:
-            parts.append(file.read_bytes())
-        except OSError:
-            continue
-        size += len(parts[-1])
-    text = b"\n".join(parts)[:most_bytes]
-    return text, f"{len(parts)} files: licences in /usr/share/common-licenses, Python's standard library in {library}"
+    files = [path for name in FOLDERS for kind in ("md", "cc", "h", "py") for path in (ROOT / name).glob(f"**/*.{kind}")]
+    files += [*library.glob("*.py"), *library.glob("*/*.py")]
+    files = sorted(path for path in files if not {"site-packages", "dist-packages", "test"} & set(path.parts))
+    random.Random(0).shuffle(files)
+    parts: tuple[list[str], list[str]] = ([], [])
+    size = 0
+    for number, path in enumerate(files):
+        parts[number % 10 == 0].append(path.read_text(encoding="utf-8", errors="replace"))
+        size += len(parts[number % 10 == 0][-1])
+        if size >= most_characters:
+            break
+    return "\n\n".join(parts[0]), "\n\n".join(parts[1])
 
 
-def tokenize(text: bytes, vocab: int, known_from: bytes | None = None) -> torch.Tensor:
+def tokenize(text: str, vocab: int, known_from: str | None = None) -> torch.Tensor:
     """Ids of words, runs of white space, digits and signs, the more frequent in `known_from` (default: the text) the smaller; other
     words as their bytes."""
     words = _WORD.findall(text)
     counted = words if known_from is None else _WORD.findall(known_from)
     known = collections.Counter(counted).most_common(vocab - _BYTES)
-    ids = {word: _BYTES + place for place, (word, _) in enumerate(known)}
-    tokens: list[int] = []
-    for word in words:
-        token = ids.get(word)
-        if token is None:
-            tokens.extend(word)
-        else:
-            tokens.append(token)
-    return torch.tensor(tokens, dtype=torch.int64)
+    ids = {word: [_BYTES + place] for place, (word, _) in enumerate(known)}
+    return torch.tensor([token for word in words for token in ids.get(word) or word.encode()], dtype=torch.int64)
 
 
-class Batches:
-    """Sequences of a text, one after the other, starting over at its end."""
+def sequences_of(tokens: torch.Tensor, context: int) -> torch.Tensor:
+    """Sequences of a text, (count, context + 1): the last token of each is the first of the next."""
+    if len(tokens) <= context:
+        raise ValueError(f"the text has {len(tokens)} tokens, no more than a context of {context}")
+    return tokens.unfold(0, context + 1, context)
 
-    def __init__(self, tokens: torch.Tensor, context: int, device: str):
-        count = (len(tokens) - 1) // context
-        if count < 1:
-            raise ValueError(f"the text has {len(tokens)} tokens, fewer than a context of {context}")
-        self._inputs = tokens[: count * context].view(count, context).to(device)
-        self._targets = tokens[1 : count * context + 1].view(count, context).to(device)
-        self._next = 0
 
-    def take(self, sequences: int, skip: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets (sequences, context); `skip` sequences are left to others."""
-        places = (torch.arange(sequences) + self._next) % len(self._inputs)
-        self._next = (self._next + sequences + skip) % len(self._inputs)
-        return self._inputs[places], self._targets[places]
+def batches(sequences: torch.Tensor, size: int, start: int = 0, stride: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Inputs and targets, (size, context), without end; `stride` (default: size) sequences on each time, from `start` on."""
+    for first in itertools.count(start, stride or size):
+        ids = sequences[(torch.arange(size) + first) % len(sequences)]
+        yield ids[:, :-1], ids[:, 1:]
