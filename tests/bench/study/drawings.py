@@ -21,34 +21,14 @@ COLOURS = {
 }
 HALO = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 MIB_IN_GIB = 1024
-LABEL_GAP = 0.062  # between two labels, of the axes' height
 # An axis of line plots: its name, the point's size, the parts.
 BATCHES = ("sequences in the micro-batch", "batch", ("batches",))
 CONTEXTS = ("tokens of the one sequence", "context", ("contexts", "long"))
 
 
-def spread(places: dict[str, float]) -> dict[str, float]:
-    """Heights of labels that are LABEL_GAP apart at least, as near to their lines' as that allows."""
-    names = sorted(places, key=places.get)
-    heights = [places[name] for name in names]
-    for _ in range(200):
-        moved = False
-        for low in range(len(heights) - 1):
-            lacking = LABEL_GAP - (heights[low + 1] - heights[low])
-            if lacking > 1e-6:
-                heights[low] -= lacking / 2
-                heights[low + 1] += lacking / 2
-                moved = True
-        if heights:
-            heights[0], heights[-1] = max(heights[0], 0.0), min(heights[-1], 1.0)
-        if not moved:
-            break
-    return dict(zip(names, heights, strict=True))
-
-
-def draw_lines(axes, study: Study, columns: dict[str, list[Point]], measure: str, divisor: float) -> tuple[dict, dict]:
-    """Draws a line per way over the columns. The ends of lines by way; the ways out of memory by column."""
-    ends, crosses = {}, {}
+def draw_lines(axes, study: Study, columns: dict[str, list[Point]], measure: str, divisor: float) -> None:
+    """Draws a line per way over the columns, and a mark above those where it ran out of memory."""
+    crosses: dict[int, list[str]] = {}
     for way in COMPARED:
         found = []
         for place, points in enumerate(columns.values()):
@@ -58,33 +38,18 @@ def draw_lines(axes, study: Study, columns: dict[str, list[Point]], measure: str
             elif point and (row := study.figure(point, measure)):
                 found.append((place, float(row["value"]) / divisor))
         if found:
-            width = 2.6 if way == "headwater" else 1.4
-            axes.plot(*zip(*found, strict=True), color=COLOURS[way], linewidth=width, marker="o", markersize=3.5, zorder=3)
-            ends[way] = found[-1]
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_xlim(-0.2, len(columns) - 0.8)
-    axes.grid(axis="y", **plots.GRID)
-    return ends, crosses
-
-
-def name_lines(axes, ends: dict, crosses: dict) -> None:
-    """Names the lines at the right, and marks above the axes where ways ran out of memory."""
-    top, last = axes.get_ylim()[1], axes.get_xlim()[1]
-    heights = spread({way: value / top for way, (_, value) in ends.items()})
-    for way, height in heights.items():
-        weight = "bold" if way == "headwater" else "normal"
-        arrow = {"arrowstyle": "-", "color": COLOURS[way], "linewidth": 0.6, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3}
-        axes.annotate(
-            LABELS[way], ends[way], (last + 0.1, height * top), color=COLOURS[way], weight=weight, va="center",
-            annotation_clip=False, arrowprops=arrow,
-        )  # fmt: skip
+            style = {"color": COLOURS[way], "linewidth": 2.6 if way == "headwater" else 1.4, "label": LABELS[way]}
+            axes.plot(*zip(*found, strict=True), marker="o", markersize=3.5, zorder=3, **style)
     above = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "va": "center", "annotation_clip": False}
     for place, ways in crosses.items():
         for number, way in enumerate(ways):
             shift = 8 * (number - (len(ways) - 1) / 2)
             axes.annotate("×", (place, 1.06), (shift, 0), color=COLOURS[way], ha="center", fontsize=13, **above)
     if crosses:
-        axes.annotate("× out of memory", (last + 0.1, 1.06), (0, 0), color="#555555", fontsize=9, **above)
+        axes.annotate("× out of memory", (len(columns) - 0.7, 1.06), (0, 0), color="#555555", fontsize=9, **above)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_xlim(-0.2, len(columns) - 0.8)
+    axes.grid(axis="y", **plots.GRID)
 
 
 def columns_of(points: list[Point], by: str, parts: tuple[str, ...]) -> dict[str, list[Point]]:
@@ -99,17 +64,17 @@ def columns_of(points: list[Point], by: str, parts: tuple[str, ...]) -> dict[str
 def line_plot(study: Study, points: list[Point], path, unit: str, divisor: float, *panels) -> None:
     """Panels (title, BATCHES or CONTEXTS, measure) beside each other."""
     with plots.panels(path, (10.5, 4.2), 1, len(panels), {"axes.titlepad": 24}, sharey=True) as (figure, every):
-        drawn = []
+        legend = {}
         for axes, (title, (label, *sizes), measure) in zip(every, panels, strict=True):
-            drawn.append(draw_lines(axes, study, columns_of(points, *sizes), measure, divisor))
+            draw_lines(axes, study, columns_of(points, *sizes), measure, divisor)
+            legend |= {line.get_label(): line for line in axes.get_lines()}
             axes.set_title(title)
             axes.set_xlabel(label)
             axes.tick_params(labelleft=True)
         every[0].set_ylim(bottom=0)
         every[0].set_ylabel(unit)
-        for axes, found in zip(every, drawn, strict=True):
-            name_lines(axes, *found)
-        figure.subplots_adjust(left=0.06, right=0.86, wspace=0.55, bottom=0.13, top=0.85)
+        figure.legend(legend.values(), legend, loc="center right", frameon=False)
+        figure.subplots_adjust(left=0.06, right=0.84, wspace=0.3, bottom=0.13, top=0.85)
 
 
 def memory(sizes):

@@ -4,41 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+# Its name on the pages, and what it is.
 WAYS = {
-    "eager": "PyTorch: logits, and transformers' loss in fp32",
-    "compile": "the same loss and its product, compiled",
-    "trl": "TRL's loss in chunks of rows and columns",
-    "liger": "Liger's fused loss, its other kernels off",
-    "cce": "Cut Cross Entropy",
-    "headwater": "headwaterd on the trainer's GPU; the server has the head's optimizer",
-    "headwater_local": "headwater.local: a server as the trainer's child, on its GPU",
-    "headwater_trainer": "headwaterd on the trainer's GPU; the trainer's optimizer has the weight: no logits, nothing else moved",
-    "headwater_dithered": "as headwater, with gradient_resolution 2**-12",
-    "headwater_second": "headwaterd on a second GPU",
-    "liger_rope": "Liger's rotary embedding alone, eager's loss",
-    "liger_swiglu": "Liger's SwiGLU alone, eager's loss",
-    "liger_rms": "Liger's RMSNorm alone, eager's loss",
-    "liger_all": "all four of Liger's kernels",
-    "liger_body_headwater": "Liger's body, the head of headwater",
+    "eager": ("PyTorch eager", "PyTorch: logits, and transformers' loss in fp32"),
+    "compile": ("torch.compile", "the same loss and its product, compiled"),
+    "trl": ("TRL in chunks", "TRL's loss in chunks of rows and columns"),
+    "liger": ("Liger", "Liger's fused loss, its other kernels off"),
+    "cce": ("CCE", "Cut Cross Entropy"),
+    "headwater": ("Headwater", "headwaterd on the trainer's GPU; the server has the head's optimizer"),
+    "headwater_local": ("Headwater local", "headwater.local: a server as the trainer's child, on its GPU"),
+    "headwater_trainer": (
+        "Headwater, weight kept",
+        "headwaterd on the trainer's GPU; the trainer's optimizer has the weight: no logits, nothing else moved",
+    ),
+    "headwater_dithered": ("Headwater, dithered", "as headwater, with gradient_resolution 2**-12"),
+    "headwater_second": ("Headwater, second GPU", "headwaterd on a second GPU"),
+    "liger_rope": ("Liger's RoPE alone", "Liger's rotary embedding alone, eager's loss"),
+    "liger_swiglu": ("Liger's SwiGLU alone", "Liger's SwiGLU alone, eager's loss"),
+    "liger_rms": ("Liger's RMSNorm alone", "Liger's RMSNorm alone, eager's loss"),
+    "liger_all": ("Liger with all four", "all four of Liger's kernels"),
+    "liger_body_headwater": ("Liger's body, Headwater's head", "Liger's body, the head of headwater"),
 }
-
-LABELS = {
-    "eager": "PyTorch eager",
-    "compile": "torch.compile",
-    "trl": "TRL in chunks",
-    "liger": "Liger",
-    "cce": "CCE",
-    "headwater": "Headwater",
-    "headwater_local": "Headwater local",
-    "headwater_trainer": "Headwater, weight kept",
-    "headwater_dithered": "Headwater, dithered",
-    "headwater_second": "Headwater, second GPU",
-    "liger_rope": "Liger's RoPE alone",
-    "liger_swiglu": "Liger's SwiGLU alone",
-    "liger_rms": "Liger's RMSNorm alone",
-    "liger_all": "Liger with all four",
-    "liger_body_headwater": "Liger's body, Headwater's head",
-}
+LABELS = {way: label for way, (label, _) in WAYS.items()}
 
 
 @dataclass(frozen=True)

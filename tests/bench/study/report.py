@@ -73,17 +73,9 @@ GRID = ("batches", "contexts")
 CONTEXT_BOUNDS = ("long", "cap24")  # parts whose points must run
 
 
-def table(header, rows):
-    """Markdown of rows of cells."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
-    return [lines[0], "|" + "---|" * len(header), *lines[1:], ""]
-
-
 def cell(row, form):
     """A figure as the tables show it."""
-    if row is None:
-        return NONE
-    return form.format(float(row["value"])) + (" **missed**" if figures.is_missed(row) else "")
+    return figures.cell(row, form, NONE)
 
 
 def cap(point):
@@ -112,20 +104,23 @@ class Pages:
     def __init__(self, study, points, drawn):
         self.study, self.points, self.drawn = study, points, drawn
 
-    def say(self, template, **cases):
+    def of(self, *parts, ways=tuple(WAYS)):
+        """The points of some parts, and ways."""
+        return [point for point in self.points if point.part in parts and point.way in ways]
+
+    def say(self, template, *cases):
         """The template's sentence with the cases' figures, or nothing where one is absent."""
-        values = {name: self.study.value(case) for name, case in cases.items()}
-        return "" if None in values.values() else template.format(**values)
+        values = [self.study.value(case) for case in cases]
+        return [] if None in values else [template.format(*values)]
 
     def origin(self):
         """Where the figures come from, and how far they spread."""
-        spread = self.worst(r"\w+_spread")
-        times = " Times are medians of a few steps." + (
-            f" The largest spread of a point, (max-min)/median, is {cell(spread, '{:.2g}')}, of `{spread['case']}`."
-            if spread
-            else ""
-        )
-        return figures.origin(self.study.rows) + times if self.study.rows else "Nothing is measured yet."
+        if not self.study.rows:
+            return "Nothing is measured yet."
+        said = figures.origin(self.study.rows) + " Times are medians of a few steps."
+        if spread := self.worst(r"\w+_spread"):
+            said += f" The largest spread of a point, (max-min)/median, is {cell(spread, '{:.2g}')}, of `{spread['case']}`."
+        return said
 
     def plot(self, name):
         """A plot, where there is one."""
@@ -155,7 +150,7 @@ class Pages:
                 [LABELS[way], *(self.point_cell(own[size], measure, form) if size in own else "" for size in columns)]
                 for way, own in found.items()
             ]
-            lines += table([words[0].upper() + words[1:], *(size.partition(",")[0] for size in columns)], body)
+            lines += figures.markdown([words[0].upper() + words[1:], *(size.partition(",")[0] for size in columns)], body)
         return lines
 
     def flat(self, points):
@@ -170,33 +165,30 @@ class Pages:
         several = len({line[0] for line in lines}) > 1
         kept = [index for index in range(len(header)) if (index > 0 or several) and any(line[index] for line in lines)]
         said = [] if several else [f"Each step has {lines[0][0]}.", ""]
-        return [*said, *table([header[index] for index in kept], [[line[index] for index in kept] for line in lines])]
+        return [*said, *figures.markdown([header[index] for index in kept], [[line[index] for index in kept] for line in lines])]
 
     def bounds(self):
         """The figures that the study must show: (words, the figure as the page shows it, its bound)."""
         lines = []
-
-        def add(words, row, form="{:.3g}"):
-            lines.append((words, cell(row, form) + (f" {row['unit']}" if row else ""), row["required"] if row else ""))
-
-        headwaters = [point for point in self.points if point.way == "headwater"]
-        for point in headwaters:
-            if point.part == "loss":
-                of = f"The loss alone, {sizes(point)}"
-                add(f"{of}: the trainer's peak", self.study.row(f"{point.name}_peak_of_eager"))
-                add(f"{of}: the whole card's peak", self.study.row(f"{point.name}_card_peak_of_eager"))
-        for point in headwaters:
-            if point.part in CONTEXT_BOUNDS:
-                row = self.study.row(f"{point.name}_out_of_memory")
-                shown = NONE if row is None else f"{OUT} **missed**" if figures.is_missed(row) else "runs"
-                lines.append((f"{point.context} tokens of context{cap(point)}", shown, "runs"))
+        for point in self.of("loss", ways=["headwater"]):
+            for words, measure in (("the trainer's peak", "peak_of_eager"), ("the whole card's peak", "card_peak_of_eager")):
+                row = self.study.row(f"{point.name}_{measure}")
+                lines.append(self.bound(f"The loss alone, {sizes(point)}: {words}", row, "{:.3g}"))
+        for point in self.of(*CONTEXT_BOUNDS, ways=["headwater"]):
+            row = self.study.row(f"{point.name}_out_of_memory")
+            shown = NONE if row is None else f"{OUT} **missed**" if figures.is_missed(row) else "runs"
+            lines.append((f"{point.context} tokens of context{cap(point)}", shown, "runs"))
         for way in ("eager", "liger"):
             words = f"SmolLM2-135M: error of `grad_hidden`, to that of {LABELS[way]}"
-            add(words, self.study.row(f"smollm2_headwater_grad_hidden_of_{way}"))
+            lines.append(self.bound(words, self.study.row(f"smollm2_headwater_grad_hidden_of_{way}"), "{:.3g}"))
         for quantity in QUANTITIES:
-            add(f"Accumulation: `{quantity}`, worst", self.worst(rf"exact_a\d+_{quantity}"), "{:.1e}")
-        add("First loss, to PyTorch's, worst of all points", self.worst(r"\w+_first_loss_to_eager"), "{:.1e}")
-        return lines
+            lines.append(self.bound(f"Accumulation: `{quantity}`, worst", self.worst(rf"exact_a\d+_{quantity}"), "{:.1e}"))
+        worst = self.worst(r"\w+_first_loss_to_eager")
+        return [*lines, self.bound("First loss, to PyTorch's, worst of all points", worst, "{:.1e}")]
+
+    def bound(self, words, row, form):
+        """A line of bounds()."""
+        return words, cell(row, form) + (f" {row['unit']}" if row else ""), row["required"] if row else ""
 
     def worst(self, pattern):
         """The row with the largest value of the cases that match, or None."""
@@ -206,9 +198,8 @@ class Pages:
     def long_contexts(self):
         """A sentence for each of the longest contexts: with which ways it runs, and with which not."""
         said, groups = [], {}
-        for point in self.points:
-            if point.part in CONTEXT_BOUNDS:
-                groups.setdefault(f"{point.context} tokens of context{cap(point)}", []).append(point)
+        for point in self.of(*CONTEXT_BOUNDS):
+            groups.setdefault(f"{point.context} tokens of context{cap(point)}", []).append(point)
         for words, own in groups.items():
             out = [LABELS[point.way] for point in own if self.study.ran_out(point)]
             ran = [LABELS[point.way] for point in own if self.study.is_measured(point) and not self.study.ran_out(point)]
@@ -219,18 +210,15 @@ class Pages:
     def conclusions(self):
         """The findings in sentences, each made of figures."""
         said = []
-        for point in self.points:
-            if point.part == "loss" and point.way == "headwater":
-                said.append(
-                    self.say(
-                        f"The loss alone, {sizes(point)}: the trainer's peak is {{trainer:.3f}} x PyTorch eager's, "
-                        "and the whole card's {card:.3f} x.",
-                        trainer=f"{point.name}_peak_of_eager",
-                        card=f"{point.name}_card_peak_of_eager",
-                    )
-                )
+        for point in self.of("loss", ways=["headwater"]):
+            said += self.say(
+                f"The loss alone, {sizes(point)}: the trainer's peak is {{:.3f}} x PyTorch eager's, "
+                "and the whole card's {:.3f} x.",
+                f"{point.name}_peak_of_eager",
+                f"{point.name}_card_peak_of_eager",
+            )
         said += self.long_contexts()
-        batches = [point for point in self.points if point.part == "batches" and self.study.figure(point, "tokens_per_second")]
+        batches = [point for point in self.of("batches") if self.study.figure(point, "tokens_per_second")]
         remote = max((point.batch for point in batches if point.way == "headwater"), default=0)
         largest = [point for point in batches if point.batch == remote and point.way in COMPARED]
         rates = {LABELS[point.way]: self.study.figure(point, "tokens_per_second") for point in largest}
@@ -238,42 +226,29 @@ class Pages:
         said += [f"Tokens a second at {sizes(largest[0])}: {', '.join(each)}."] if each else []
         for point in batches:
             if point.way == "headwater" and point.batch == 4:
-                fused = dataclasses.replace(point, way="liger").name
-                said.append(
-                    self.say(
-                        f"Against a fused loss, at {sizes(point)}: Liger's trainer peaks at {{theirs:,.0f}} MiB, Headwater's at "
-                        "{ours:,.0f}. The whole card holds {their_card:,.0f} and {our_card:,.0f}.",
-                        theirs=f"{fused}_trainer_peak_mib",
-                        ours=f"{point.name}_trainer_peak_mib",
-                        their_card=f"{fused}_card0_peak_mib",
-                        our_card=f"{point.name}_card0_peak_mib",
-                    )
+                names = dataclasses.replace(point, way="liger").name, point.name
+                said += self.say(
+                    f"Against a fused loss, at {sizes(point)}: Liger's trainer peaks at {{:,.0f}} MiB, Headwater's at {{:,.0f}}. "
+                    "The whole card holds {:,.0f} and {:,.0f}.",
+                    *(f"{name}_{measure}" for measure in ("trainer_peak_mib", "card0_peak_mib") for name in names),
                 )
-        for point in self.points:
-            if point.part in ("medusa", "fsdp") and point.way != "eager":
-                said.append(
-                    self.say(
-                        f"{point.model.upper()} model, {sizes(point)}: {LABELS[point.way]} peaks at "
-                        "{peak:.2f} x PyTorch eager's, at {rate:.2f} x its tokens a second.",
-                        peak=f"{point.name}_peak_of_eager",
-                        rate=f"{point.name}_rate_of_eager",
-                    )
-                )
-        said.append(
-            self.say(
-                "On rows of SmolLM2-135M, the error of `grad_hidden` against fp64 is {ours:.2e}. "
-                "PyTorch eager's is {eager:.2e}, Liger's {liger:.2e}.",
-                ours="smollm2_headwater_grad_hidden_error",
-                eager="smollm2_eager_grad_hidden_error",
-                liger="smollm2_liger_grad_hidden_error",
+        for point in self.of("medusa", "fsdp"):
+            said += self.say(
+                f"{point.model.upper()} model, {sizes(point)}: {LABELS[point.way]} peaks at {{:.2f}} x PyTorch eager's, "
+                "at {:.2f} x its tokens a second.",
+                f"{point.name}_peak_of_eager",
+                f"{point.name}_rate_of_eager",
             )
+        said += self.say(
+            "On rows of SmolLM2-135M, the error of `grad_hidden` against fp64 is {:.2e}. "
+            "PyTorch eager's is {:.2e}, Liger's {:.2e}.",
+            *(f"smollm2_{way}_grad_hidden_error" for way in ("headwater", "eager", "liger")),
         )
-        said += [f"Not measured: {joined(self.unmeasured())}."] if self.study.rows and self.unmeasured() else []
-        return [sentence for sentence in said if sentence]
+        return said + ([f"Not measured: {joined(self.unmeasured())}."] if self.study.rows and self.unmeasured() else [])
 
     def unmeasured(self):
         """The headings of SECTIONS that have points, but none that was measured."""
-        sections = {heading: [point for point in self.points if point.part in parts] for heading, parts, *_ in SECTIONS}
+        sections = {heading: self.of(*parts) for heading, parts, *_ in SECTIONS}
         return [heading for heading, own in sections.items() if own and not any(map(self.study.is_measured, own))]
 
     def errors(self):
@@ -282,7 +257,7 @@ class Pages:
             [LABELS[way], *(cell(self.study.row(f"smollm2_{way}_{quantity}_error"), "{:.2e}") for quantity in QUANTITIES)]
             for way in ERROR_WAYS
         ]
-        return table(["way", *QUANTITIES], body)
+        return figures.markdown(["way", *QUANTITIES], body)
 
     def exactness(self):
         """Relative differences of a step in so many micro-batches; then those of training for some cycles."""
@@ -290,14 +265,14 @@ class Pages:
             [str(count), *(cell(self.study.row(f"exact_a{count}_{quantity}"), "{:.1e}") for quantity in QUANTITIES)]
             for count in (1, 4, 16, 64)
         ]
-        lines = table(["micro-batches", *QUANTITIES], body)
-        kinds = (
-            ("largest_gap", "loss of a micro-batch, largest"),
-            ("variance", "variance of the losses"),
-            ("weight", "weight at the end"),
-        )
-        body = [[words, cell(self.study.row(f"exact_cycles_{kind}"), "{:.1e}")] for kind, words in kinds]
-        return [*lines, *table(["after cycles of accumulation and AdamW", "relative difference"], body)]
+        lines = figures.markdown(["micro-batches", *QUANTITIES], body)
+        kinds = {
+            "largest_gap": "loss of a micro-batch, largest",
+            "variance": "variance of the losses",
+            "weight": "weight at the end",
+        }
+        body = [[words, cell(self.study.row(f"exact_cycles_{kind}"), "{:.1e}")] for kind, words in kinds.items()]
+        return [*lines, *figures.markdown(["after cycles of accumulation and AdamW", "relative difference"], body)]
 
     def results(self):
         """The results page."""
@@ -312,13 +287,13 @@ class Pages:
             self.origin(), "",
             "## In short", "",
             *(f"- {sentence}" for sentence in self.conclusions() or ["Not measured."]), "",
-            "## What must hold", "", *table(["figure", "measured", "at most"], self.bounds()),
+            "## What must hold", "", *figures.markdown(["figure", "measured", "at most"], self.bounds()),
             "## The ways", "",
-            *table(["way", "is"], [[LABELS[way], WAYS[way]] for way in WAYS if any(point.way == way for point in self.points)]),
+            *figures.markdown(["way", "is"], [WAYS[way] for way in WAYS if any(point.way == way for point in self.points)]),
         ]  # fmt: skip
         without = self.unmeasured()
         for heading, parts, names, words in SECTIONS:
-            own = [point for point in self.points if point.part in parts]
+            own = self.of(*parts)
             measured = [point for point in own if self.study.is_measured(point)]
             if not measured:
                 continue
@@ -354,7 +329,7 @@ class Pages:
         for name in self.drawn:
             slides += [[f"# {drawings.PLOTS[name][1]}", "", *self.plot(name)[:1]]]
         slides += [["# In short", "", *(f"- {sentence}" for sentence in self.conclusions() or ["Not measured."])]]
-        slides += [["# What must hold", "", *table(["figure", "measured", "at most"], self.bounds())[:-1]]]
+        slides += [["# What must hold", "", *figures.markdown(["figure", "measured", "at most"], self.bounds())[:-1]]]
         front = ["---", "marp: true", "paginate: true", 'style: "section { font-size: 24px } table { font-size: 17px }"', "---", ""]
         return "\n".join([*front, "\n\n---\n\n".join("\n".join(slide) for slide in slides)]) + "\n"
 
@@ -402,10 +377,7 @@ def main():
     words = "The figures: [results.md](results.md), and [slides.md](slides.md), the short form of all pages. "
     figures.write_block(folder / "index.md", MARK, [words + pages.origin()])
     (folder / "slides.md").write_text(pages.slides((folder / "index.md").read_text(encoding="utf-8")), encoding="utf-8")
-    missed = [row["case"] for row in study.rows if figures.is_missed(row)]
-    for case in missed:
-        print(f"missed: {case}", file=sys.stderr)
-    return 1 if missed else 0
+    return figures.verdict(study.rows)
 
 
 if __name__ == "__main__":

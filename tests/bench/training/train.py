@@ -1,8 +1,4 @@
-#!/usr/bin/env python3
-"""Answers each line of JSON with another one, by a function of this file and its arguments. Started by `run`.
-
-["prepare", MODEL, FILE, GGUF]                   # the model's first weights and its text, once for all runs
-["train", NAME, ADDRESS, FOLDER, ROWS, DEVICE]   # a run of a model that is prepared in FOLDER
+"""The runs of the training benchmark, in processes of `run`.
 
 A run's name is MODEL/OPTIMIZER/WAY/SEED. Every way trains the body alike: weights in bf16 (fp32 on the CPU) with fp32 masters, the
 same optimizer, first weights and text. The seed decides the order of the text, and is part of the head's name, which the draws of a
@@ -13,11 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
-import sys
 import time
-import traceback
 from typing import Any
 
 import language_model
@@ -71,7 +64,7 @@ def smollm2(gguf: pathlib.Path) -> tuple[language_model.Shape, dict[str, torch.T
     return shape, weights, AutoTokenizer.from_pretrained(**names)
 
 
-def prepare(name: str, file: str, gguf: str) -> dict[str, Any]:
+def prepare(name: str, file: str, gguf: str) -> None:
     """Writes a model's shape, first weights, and sequences of ids (count, context + 1): `train` has exactly those of a run."""
     if name == "smollm2":
         shape, body, tokenizer = smollm2(pathlib.Path(gguf))
@@ -91,7 +84,6 @@ def prepare(name: str, file: str, gguf: str) -> dict[str, Any]:
             raise ValueError(f"{name}: the text has {len(sequences)} sequences, {count} are needed")
         prepared[split] = sequences
     torch.save(prepared, file)
-    return {}
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------------------
@@ -239,20 +231,3 @@ def held_out_losses(body: Any, weight: torch.Tensor, batches: torch.Tensor, seen
     losses, times = torch.cat(found), seen[batches[..., 1:].flatten()]
     parts = {"all": times >= 0, "rare": (times > 0) & (times < RARE), "seldom": (times >= RARE) & (times <= SELDOM)}
     return {part: float(losses[mask].mean()) for part, mask in parts.items() if mask.any()}
-
-
-def main() -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr
-    for line in sys.stdin:
-        function, *arguments = json.loads(line)
-        try:
-            result = {"prepare": prepare, "train": train}[function](*arguments)
-        except Exception as error:  # the next run may still succeed
-            traceback.print_exc()
-            result = {"failed": f"{type(error).__name__}: {error}"[:1500]}
-        answers.write(json.dumps(result) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -16,12 +16,14 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 from pathlib import Path
 
 import links
 import trainer
+
+sys.path.append(str(Path(__file__).parents[1] / "python"))
+from conftest import Server
 
 KINDS = {"kill server": 4, "kill trainer": 4, "cut link": 5, "halt link": 2, "slow link": 2, "fill disk": 3}  # with their weights
 DISK_BYTES = 4 << 20
@@ -96,7 +98,7 @@ class Disk:
 class Run:
     """One training run, in a directory of its own."""
 
-    def __init__(self, directory: Path, *, binary: str, seed: int, steps: int, shards: int, link_kind: str, say=print):
+    def __init__(self, directory: Path, *, seed: int, steps: int, shards: int, link_kind: str, say=print):
         directory.mkdir()
         self.directory = directory
         self.steps = steps
@@ -110,26 +112,24 @@ class Run:
         for link in self.links:
             self._closing.callback(link.close)
         addresses = ",".join(sorted({link.listen_address for link in self.links}))
-        self._ready = directory / "ready"
-        self._server_command = [
-            binary,
+        self.metrics: Counter[str] = Counter()
+        self.fired: Counter[str] = Counter()
+        self._generations = [-1] * trainer.WORLD_SIZE
+        self._trainers: list[subprocess.Popen | None] = [None] * trainer.WORLD_SIZE
+        self._go(0)
+        self._server = Server(
+            directory,
             f"--listen_addresses={addresses}",
-            f"--port_file={self._ready}",
             "--metrics_address=127.0.0.1:0",
             f"--checkpoint_directory={self.disk.directory}",
             "--deterministic",
             "--engine=cpu",
             "--threads=2",
             f"--shards={shards}",
-            "--log_level=warning",
-        ]
-        self.metrics: Counter[str] = Counter()
-        self.fired: Counter[str] = Counter()
-        self._generations = [-1] * trainer.WORLD_SIZE
-        self._trainers: list[subprocess.Popen | None] = [None] * trainer.WORLD_SIZE
+            restore_signals=False,  # SIGXFSZ stays ignored, as Python has it: a write beyond the bound fails
+        )
+        self._closing.callback(self._server.stop)
         self._closing.callback(self._stop)
-        self._go(0)
-        self._start_server()
         for rank in range(trainer.WORLD_SIZE):
             self._start_trainer(rank)
             # The first one makes the head and its first checkpoint.
@@ -142,14 +142,6 @@ class Run:
         self._closing.close()
 
     # ---- processes ------------------------------------------------------------------------------------------------------------
-
-    def _start_server(self) -> None:
-        self._ready.unlink(missing_ok=True)
-        self._output = self.directory / "server-output"
-        # SIGXFSZ stays ignored, as Python has it: a write beyond the bound fails.
-        with self._output.open("wb") as output, (self.directory / "server-log").open("ab") as log:
-            self._server = subprocess.Popen(self._server_command, stdout=output, stderr=log, restore_signals=False)
-        self._await(self._ready.exists, START_TIMEOUT_S, "the server's start")
 
     def _start_trainer(self, rank: int) -> None:
         self._generations[rank] += 1
@@ -171,7 +163,8 @@ class Run:
             self._trainers[rank] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def _stop(self) -> None:
-        for process in (*self._trainers, getattr(self, "_server", None)):
+        """Ends the trainers."""
+        for process in self._trainers:
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
@@ -181,8 +174,8 @@ class Run:
         for rank, process in enumerate(self._trainers):
             if process is not None and process.poll() not in (None, 0, *statuses):
                 raise Failure(f"trainer {rank} ended with status {process.returncode}; see {self.directory}/trainer-{rank}-log")
-        if self._server.poll() is not None:
-            raise Failure(f"the server ended with status {self._server.returncode}; see {self.directory}/server-log")
+        if self._server.process.poll() is not None:
+            raise Failure(f"the server ended with status {self._server.process.returncode}; see {self.directory}/log")
 
     def _await(self, holds, timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
@@ -210,14 +203,12 @@ class Run:
 
     def _scrape(self) -> None:
         """Adds what the server has counted since its start."""
-        port = self._output.read_text().split("metrics on port ")[1].split()[0]
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
-            for line in page.read().decode().splitlines():
-                found = re.match(r'headwater_micro_batches_total\{outcome="(\w+)"\} (\d+)', line)
-                if found:
-                    self.metrics[found[1]] += int(found[2])
-                elif line.startswith("headwater_restored_heads_total "):
-                    self.metrics["restored heads"] += int(float(line.split()[1]))
+        with contextlib.suppress(OSError):
+            metrics = self._server.metrics()
+            self.metrics["restored heads"] += int(metrics["headwater_restored_heads_total"])
+            for name, value in metrics.items():
+                if found := re.fullmatch(r'headwater_micro_batches_total\{outcome="(\w+)"\}', name):
+                    self.metrics[found[1]] += int(value)
 
     # ---- disturbances ---------------------------------------------------------------------------------------------------------
 
@@ -226,9 +217,8 @@ class Run:
         if event.kind == "kill server":
             self._scrape()
             self._server.kill()
-            self._server.wait()
             time.sleep(event.seconds / 4)
-            self._start_server()
+            self._server.start()
         elif event.kind == "kill trainer":
             process = self._trainers[event.rank]
             if process.poll() is None:
@@ -238,9 +228,9 @@ class Run:
             time.sleep(event.seconds / 4)
             self._start_trainer(event.rank)
         elif event.kind == "fill disk":
-            self.disk.fill(self._server.pid)
+            self.disk.fill(self._server.process.pid)
             time.sleep(event.seconds)
-            self.disk.empty(self._server.pid)
+            self.disk.empty(self._server.process.pid)
         else:
             link = self.links[event.rank]
             {"cut link": link.cut, "halt link": link.halt, "slow link": link.slow}[event.kind](event.seconds)
@@ -276,9 +266,9 @@ class Run:
         return result
 
 
-def campaign(directory: Path, *, binary: str, seed: int, events: int, steps: int, shards: int, link_kind: str, say=print) -> dict:
+def campaign(directory: Path, *, seed: int, events: int, steps: int, shards: int, link_kind: str, say=print) -> dict:
     """Both runs, compared. What there is to report; Failure if they differ, or one does not end."""
-    options = {"binary": binary, "seed": seed, "steps": steps, "shards": shards, "say": say}
+    options = {"seed": seed, "steps": steps, "shards": shards, "say": say}
     outcome: dict = {}
 
     def undisturbed() -> None:
@@ -286,7 +276,7 @@ def campaign(directory: Path, *, binary: str, seed: int, events: int, steps: int
             with Run(directory / "undisturbed", link_kind="proxy", **options) as run:
                 run.disturb([])
                 outcome["expected"] = run.finish()
-        except Exception as error:  # told by the other thread
+        except BaseException as error:  # told by the other thread
             outcome["error"] = error
 
     beside = threading.Thread(target=undisturbed)
@@ -315,10 +305,3 @@ def campaign(directory: Path, *, binary: str, seed: int, events: int, steps: int
     if actual != outcome["expected"]:
         raise Failure(f"the runs differ: undisturbed {outcome['expected']}, disturbed {actual}; {directory}")
     return report
-
-
-def server_binary() -> str:
-    path = os.environ.get("HEADWATERD") or os.path.join(os.environ.get("HEADWATER_BUILD_DIR", ""), "bin", "headwaterd")
-    if not os.access(path, os.X_OK):
-        raise Failure("set HEADWATERD to headwaterd, or HEADWATER_BUILD_DIR to a build with bin/headwaterd")
-    return path

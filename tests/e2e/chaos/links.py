@@ -173,16 +173,15 @@ class NamespaceLink:
 
 def make_links(kind: str, count: int, port: int) -> list:
     """`kind`: proxy, namespaces, or auto, which is namespaces where they are allowed."""
-    if kind == "proxy":
-        return [ProxyLink(port) for _ in range(count)]
     links: list = []
-    try:
-        for _ in range(count):
-            links.append(NamespaceLink(port))
-    except (OSError, subprocess.CalledProcessError):
-        for link in links:
-            link.close()
-        if kind == "namespaces":
-            raise
-        return [ProxyLink(port) for _ in range(count)]
-    return links
+    if kind != "proxy":
+        try:
+            for _ in range(count):
+                links.append(NamespaceLink(port))
+            return links
+        except (OSError, subprocess.CalledProcessError):
+            for link in links:
+                link.close()
+            if kind == "namespaces":
+                raise
+    return [ProxyLink(port) for _ in range(count)]

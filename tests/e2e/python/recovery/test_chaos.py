@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import server_binary
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "chaos"))
 
@@ -14,7 +13,7 @@ SEED, EVENTS, STEPS = 2, 12, 14  # of every kind
 
 
 def test_a_disturbed_run_ends_bitwise_where_an_undisturbed_one_does(tmp_path):
-    report = chaos.campaign(tmp_path, binary=server_binary(), seed=SEED, events=EVENTS, steps=STEPS, shards=3, link_kind="proxy")
+    report = chaos.campaign(tmp_path, seed=SEED, events=EVENTS, steps=STEPS, shards=3, link_kind="proxy")
     print(report)
     assert report["events"] == EVENTS
     assert report["trainers"]["conflicts"] == 0 == report["server"].get("conflict", 0)
@@ -29,4 +28,4 @@ def test_runs_that_differ_are_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(chaos.Run, "finish", differ)
     with pytest.raises(chaos.Failure, match="the runs differ"):
-        chaos.campaign(tmp_path, binary=server_binary(), seed=5, events=0, steps=1, shards=1, link_kind="proxy")
+        chaos.campaign(tmp_path, seed=5, events=0, steps=1, shards=1, link_kind="proxy")
