@@ -11,14 +11,14 @@ import pytest
 
 @pytest.fixture
 def smoke_run(request, tmp_path):
-    """Runs the benchmark with --smoke and options; the values of the table NAME.csv that it writes, by case."""
+    """Runs the benchmark's script with --smoke and options; the values of the table NAME.csv that it writes, by case."""
     if "HEADWATER_BUILD_DIR" not in os.environ:
         pytest.skip("HEADWATER_BUILD_DIR does not name a build")
     build = os.environ["HEADWATER_BUILD_DIR"]
 
-    def run(name: str, *options: str) -> dict[str, float]:
-        script = pathlib.Path(request.path).parent / "run"
-        command = [sys.executable, str(script), "--smoke", "--build", build, "--output", str(tmp_path), *options]
+    def run(name: str, *options: str, script: str = "run") -> dict[str, float]:
+        path = pathlib.Path(request.path).with_name(script)
+        command = [sys.executable, str(path), "--smoke", "--build", build, "--output", str(tmp_path), *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         with open(tmp_path / f"{name}.csv", newline="", encoding="utf-8") as file:

@@ -10,22 +10,27 @@ import sys
 from pathlib import Path
 
 import pytest
+from servers import write_program
 
 IMAGE = Path(__file__).resolve().parents[2] / "deploy/image"
 pytestmark = pytest.mark.skipif(shutil.which("dpkg-query") is None, reason="the image is made of Debian's or Ubuntu's packages")
 
 
-def make_root(out: Path, *options: str) -> subprocess.CompletedProcess:
+def make_root(out: Path, *options: str, status: int = 0) -> str:
+    """Its standard error; it must end with this status."""
     command = [sys.executable, "-B", str(IMAGE / "make_root.py"), "--build", os.environ["HEADWATER_BUILD_DIR"]]
-    command += ["--version", "1.2.3", "--revision", "0" * 40, "--epoch", "1700000000", *options, str(out)]
-    return subprocess.run(command, capture_output=True, text=True)
+    command += ["--version", "1.2.3", "--revision", "0" * 40, "--epoch", "1700000000", "--lock", "none", *options, str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "there is no libnccl.so.2 on this machine" in done.stderr:
+        pytest.skip("this machine has no NCCL")
+    assert done.returncode == status, done.stderr
+    return done.stderr
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("image") / "out"
-    done = make_root(out, "--lock", "none")
-    assert done.returncode == 0, done.stderr
+    make_root(out)
     return out
 
 
@@ -40,8 +45,7 @@ def listing(folder: Path) -> dict[str, tuple]:
 
 
 def test_two_runs_make_the_same_files(made, tmp_path):
-    done = make_root(tmp_path / "again", "--lock", "none")
-    assert done.returncode == 0, done.stderr
+    make_root(tmp_path / "again")
     for folder in ("root", "state"):
         assert listing(tmp_path / "again" / folder) == listing(made / folder)
 
@@ -102,10 +106,7 @@ needs_nccl_build = pytest.mark.skipif(not has_nccl, reason="this build has no CU
 
 @needs_nccl_build
 def test_the_image_with_the_cuda_engine_has_the_nccl_that_gpus_need(tmp_path):
-    done = make_root(tmp_path / "out", "--variant", "cuda", "--lock", "none")
-    if "there is no libnccl.so.2 on this machine" in done.stderr:
-        pytest.skip("this machine has no NCCL")
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert make_root(tmp_path / "out", "--variant", "cuda") == ""
     (library,) = (tmp_path / "out/root/usr/lib").glob("*/libnccl.so.2")
     document = json.loads((tmp_path / "out/sbom.spdx.json").read_text())
     packages = {package["name"]: package for package in document["packages"]}
@@ -132,8 +133,7 @@ def test_the_image_with_the_cuda_engine_has_the_nccl_that_gpus_need(tmp_path):
     [("cuda", "--nccl: expected auto, none or a file, got /nowhere"), ("cpu", "--nccl: expected --variant cuda with a file")],
 )
 def test_another_nccl_must_be_there(variant, complaint, tmp_path):
-    done = make_root(tmp_path / "out", "--lock", "none", "--variant", variant, "--nccl", "/nowhere/libnccl.so.2")
-    assert done.returncode == 1 and complaint in done.stderr, done.stderr
+    assert complaint in make_root(tmp_path / "out", "--variant", variant, "--nccl", "/nowhere/libnccl.so.2", status=1)
 
 
 def test_nccl_is_found_beside_the_toolkit_or_as_a_wheel_or_the_build_ends(tmp_path, monkeypatch):
@@ -180,49 +180,40 @@ def test_versions_that_are_not_the_locked_ones_stop_the_build(tmp_path, monkeypa
     package_lock.check_or_update(packages, "debian-12", "none")
 
 
-class Base:
-    """The view that deploy/image/compile has of the image in which it compiles. Nothing is installed or compiled: that is only
-    noted."""
-
-    def __init__(self, folder: Path, release: str, lock: dict):
-        self.folder = folder
-        shutil.copytree(IMAGE.parent, folder / "deploy")
-        (folder / "os-release").write_text(release)
-        (folder / "deploy/image/packages.lock").write_text(json.dumps(lock))
-        script = folder / "deploy/image/package_lock.py"
-        script.write_text(script.read_text().replace("/etc/os-release", str(folder / "os-release")))
-        for path in (folder / "deploy/install-deps", folder / "tools/cmake"):
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(f'#!/bin/sh\necho "{path.name}" >>"{folder}/calls"\n')
-            path.chmod(0o755)
-
-    def compile(self, *arguments: str) -> tuple[subprocess.CompletedProcess, list[str]]:
-        """Its output, and the commands that it called."""
-        (self.folder / "calls").write_text("")
-        command = [str(self.folder / "deploy/image/compile"), *arguments]
-        environment = {**os.environ, "PATH": f"{self.folder}/tools:{os.environ['PATH']}"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        return done, (self.folder / "calls").read_text().split()
-
-
 def test_nothing_is_compiled_in_a_base_whose_versions_are_not_the_locked_ones(tmp_path):
-    base = Base(tmp_path, 'ID=ubuntu\nVERSION_ID="24.04"\n', {"debian-12": {"libc6": "1"}})
-    done, calls = base.compile("cpu", "auto", "check")
+    # The view that deploy/image/compile has of the image in which it compiles. Nothing is installed or compiled but noted.
+    shutil.copytree(IMAGE.parent, tmp_path / "deploy")
+    (tmp_path / "os-release").write_text('ID=ubuntu\nVERSION_ID="24.04"\n')
+    lock = tmp_path / "deploy/image/packages.lock"
+    lock.write_text(json.dumps({"debian-12": {"libc6": "1"}}))
+    script = tmp_path / "deploy/image/package_lock.py"
+    script.write_text(script.read_text().replace("/etc/os-release", str(tmp_path / "os-release")))
+    for program in (tmp_path / "deploy/install-deps", tmp_path / "tools/cmake"):
+        write_program(program, f'#!/bin/sh\necho "{program.name}" >>"{tmp_path}/calls"\n')
+
+    def compile_in_it(*arguments: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+        """Its output, and the commands that it called."""
+        (tmp_path / "calls").write_text("")
+        environment = {**os.environ, "PATH": f"{tmp_path}/tools:{os.environ['PATH']}"}
+        command = [str(tmp_path / "deploy/image/compile"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        return done, (tmp_path / "calls").read_text().split()
+
+    done, calls = compile_in_it("cpu", "auto", "check")
     assert done.returncode == 1 and calls == ["install-deps"]
     assert "no versions for ubuntu-24.04, only for debian-12" in done.stderr
     # The remedies that it names are options of the script that the user has called, and work.
     assert "--lock none" in done.stderr and "--prebuilt BUILD --lock update" in done.stderr
-    done, calls = base.compile("cpu", "auto", "none")
+    done, calls = compile_in_it("cpu", "auto", "none")
     assert (done.returncode, calls) == (0, ["install-deps", "cmake", "cmake"]), done.stderr
     (tmp_path / "os-release").write_text('ID=debian\nVERSION_ID="12"\n')
-    done, calls = base.compile("cpu")
+    done, calls = compile_in_it("cpu")
     assert done.returncode == 1 and calls == ["install-deps"] and ", locked 1; " in done.stderr
     # The versions that are installed pass, whatever else is locked.
     query = ["dpkg-query", "--show", "--showformat", "${Version}", "libc6"]
     installed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    lock = tmp_path / "deploy/image/packages.lock"
     lock.write_text(json.dumps({"debian-12": {"libc6": installed, "a-package-that-is-not-there": "1"}}))
-    done, calls = base.compile("cpu")
+    done, calls = compile_in_it("cpu")
     assert (done.returncode, calls) == (0, ["install-deps", "cmake", "cmake"]), done.stderr
     assert 'compile "$VARIANT" "$NCCL" "$LOCK"' in (IMAGE / "Containerfile").read_text()
 

@@ -1,5 +1,6 @@
 """The manifests: they render, Kubernetes takes them, they keep the rules, and their flags and probes work on a real server."""
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -8,10 +9,10 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,7 @@ import manifests
 import pytest
 import yaml
 from headwater.v1 import head_service_pb2, head_service_pb2_grpc, tensor_pb2
-from servers import START_TIMEOUT_S, program, running_server, wait_until
+from servers import START_TIMEOUT_S, Server, program, running_server, wait_until
 
 sys.path += [str(manifests.ROOT / folder) for folder in ("tests/e2e/python", "deploy/kubernetes")]
 
@@ -265,14 +266,12 @@ def test_the_sidecar_leaves_what_the_pod_had(tmp_path):
 
 
 class Place:
-    """A server with the flags of a manifest's pod, its folders and ports replaced by ones of the test's own."""
+    """Where a server has the flags of a manifest's pod: its folders and ports are replaced by ones of the test's own."""
 
     def __init__(self, folder: Path, pod: manifests.Pod):
         self.folder, self.pod = folder, pod
         for name in ("run", "state", "tls", "tokens"):
             (folder / name).mkdir(mode=0o700)
-        self.port_file = folder / "ports"
-        self.terminated = False
 
     def replace(self, text: str) -> str:
         text = re.sub("/var/lib/headwater", f"{self.folder}/state", text)
@@ -280,17 +279,18 @@ class Place:
         text = re.sub("/etc/headwater/(tls|tokens)", rf"{self.folder}/\1", text)
         return re.sub(r"0\.0\.0\.0:(50051|9464)", "127.0.0.1:0", text)
 
-    def start(self) -> None:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Server]:
+        """The server, which must end in an orderly way."""
         # The manifests for a GPU run here without; all of their other flags are as they are.
-        own = ["--engine=cpu", f"--port_file={self.port_file}", "--memory_budget_bytes=67108864"]
         arguments = [self.replace(argument) for argument in self.pod.server["args"]]
-        with (self.folder / "log").open("wb") as log:
-            self.process = subprocess.Popen([program("headwaterd"), *arguments, *own], stdout=subprocess.DEVNULL, stderr=log)
-        wait_until(lambda: self.port_file.exists() or self.process.poll() is not None, "the ports")
-        assert self.process.poll() is None, (self.folder / "log").read_text()
+        with running_server(*arguments, "--engine=cpu", "--memory_budget_bytes=67108864") as self.server:
+            yield self.server
+        assert self.server.process.returncode == 0
 
     def tcp(self) -> str:
-        return next(line for line in self.port_file.read_text().splitlines() if line.startswith("127.0.0.1:"))
+        lines = (self.server.directory / "ready").read_text().splitlines()
+        return next(line for line in lines if line.startswith("127.0.0.1:"))
 
     def ask(self, *arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run([program("headwaterctl"), *arguments], capture_output=True, text=True, env={}, timeout=60)
@@ -303,20 +303,6 @@ class Place:
         command, *arguments = (self.replace(word) for word in probe["exec"]["command"])
         assert command == "/usr/local/bin/headwaterctl"
         return self.ask(*arguments).returncode == 0
-
-    def terminate(self) -> None:
-        """Once: a second SIGTERM would end it at once."""
-        if not self.terminated:
-            self.terminated = True
-            self.process.send_signal(signal.SIGTERM)
-
-    def stop(self) -> int:
-        self.terminate()
-        try:
-            return self.process.wait(self.pod.spec["terminationGracePeriodSeconds"])
-        finally:
-            self.process.kill()
-            self.process.wait()
 
 
 # The files that cert-manager puts into a secret are ca.crt, tls.crt and tls.key.
@@ -332,8 +318,7 @@ def test_a_server_with_these_flags_answers_these_probes_and_drains(name, tmp_pat
         make_authority(folder / "tls", "ca")
         make_signed(folder / "tls", "tls")
         (folder / "tokens/tokens.json").write_text(json.dumps({"tokens": [{"name": "a", "sha256": "ab" * 32, "compute": ["*"]}]}))
-    place.start()
-    try:
+    with place.running():
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert ("exec" in pod.server[kind]) == (tls or name.startswith("sidecar"))
             wait_until(functools.partial(place.passes, kind), f"the {kind} to pass")
@@ -345,9 +330,6 @@ def test_a_server_with_these_flags_answers_these_probes_and_drains(name, tmp_pat
             # A probe has no token, and gets no further without one.
             assert "UNAUTHENTICATED" in place.ask(f"--server=unix:{folder}/run/headwater.sock", "info").stderr
         assert (folder / "state/checkpoints").is_dir()
-    finally:
-        status = place.stop()
-    assert status == 0
 
 
 def test_a_leaderworkerset_has_the_pods_of_the_statefulsets():
@@ -387,9 +369,7 @@ def test_a_group_with_these_flags_serves_when_it_is_whole(name, tmp_path_factory
         (secrets.folder / "tokens/token").write_text(token + "\n")
         tokens = {"tokens": [{"name": "worker", "sha256": hashlib.sha256(token.encode()).hexdigest(), "admin": ["*"]}]}
         (place.folder / "tokens/tokens.json").write_text(json.dumps(tokens))
-    place.start()
-    workers = []
-    try:
+    with contextlib.ExitStack() as workers, place.running():
         assert not place.passes("readinessProbe")
         arguments = [
             secrets.replace(argument.replace("headwater-0.headwater:50051", place.tcp())) for argument in worker.server["args"]
@@ -397,14 +377,10 @@ def test_a_group_with_these_flags_serves_when_it_is_whole(name, tmp_path_factory
         assert f"--join={place.tcp()}" in arguments
         assert any(argument.startswith("--join_ca=") for argument in arguments) == tls
         arguments += ["--memory_budget_bytes=67108864", "--log_level=warning"]
-        workers += [subprocess.Popen([program("headwaterd"), *arguments], stderr=subprocess.DEVNULL) for _ in range(2)]
+        for _ in range(2):
+            process = workers.enter_context(subprocess.Popen([program("headwaterd"), *arguments], stderr=subprocess.DEVNULL))
+            workers.callback(process.kill)
         wait_until(lambda: place.passes("readinessProbe"), "the group to form")
-    finally:
-        status = place.stop()
-        for process in workers:
-            process.kill()
-            process.wait()
-    assert status == 0
 
 
 def create(stub, name: str, **spec) -> head_service_pb2.Head:
@@ -418,7 +394,6 @@ def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_fact
     folder = tmp_path_factory.mktemp("hw")
     (pod,) = manifests.pods(manifests.overlay_objects("sidecar-pod"))
     place = Place(folder, pod)
-    place.start()
     release = threading.Event()
     weight = bytes(4 * 8 * 4)
 
@@ -429,25 +404,20 @@ def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_fact
         release.wait(START_TIMEOUT_S)
         yield head_service_pb2.UploadWeightsRequest(chunk=head_service_pb2.ByteChunk(data=weight))
 
-    try:
-        place.process.send_signal(signal.SIGSTOP)
-        assert not place.passes("livenessProbe")
-        place.process.send_signal(signal.SIGCONT)
+    with place.running() as server, grpc.insecure_channel(f"unix:{folder}/run/headwater.sock") as channel:
+        with server.frozen():
+            assert not place.passes("livenessProbe")
         wait_until(lambda: place.passes("livenessProbe"), "it to go on")
-        with grpc.insecure_channel(f"unix:{folder}/run/headwater.sock") as channel:
-            stub = head_service_pb2_grpc.HeadServiceStub(channel)
-            upload = stub.UploadWeights(requests(create(stub, "h", vocab_size=8, hidden_size=4)), timeout=START_TIMEOUT_S)
-            assert next(upload).WhichOneof("message") == "resume_offset_bytes"
-            place.terminate()
-            wait_until(lambda: not place.passes("readinessProbe"), "it to be unready")
-            assert place.process.poll() is None
-            release.set()
-            assert next(upload).head.state == head_service_pb2.HEAD_STATE_READY
-    finally:
+        stub = head_service_pb2_grpc.HeadServiceStub(channel)
+        upload = stub.UploadWeights(requests(create(stub, "h", vocab_size=8, hidden_size=4)), timeout=START_TIMEOUT_S)
+        assert next(upload).WhichOneof("message") == "resume_offset_bytes"
+        server.process.terminate()
+        wait_until(lambda: not place.passes("readinessProbe"), "it to be unready")
+        assert server.process.poll() is None
         release.set()
-        place.process.send_signal(signal.SIGCONT)
-        status = place.stop()
-    assert status == 0
+        assert next(upload).head.state == head_service_pb2.HEAD_STATE_READY
+        # A second SIGTERM would end it at once.
+        server.process.wait(pod.spec["terminationGracePeriodSeconds"])
     assert (folder / "state/checkpoints/default/h/drain").is_dir()
 
 

@@ -46,6 +46,13 @@ const std::vector<std::string> kTokens = {
     TokenEntry("team", R"("tenant": "team", "compute": ["*"], "admin": ["*"])"),
 };
 
+// Calls a method of any kind with one empty message, and with these values of "authorization".
+grpc::Status CallEmpty(const std::shared_ptr<grpc::Channel>& channel, const std::string& path,
+                       const std::vector<std::string>& authorization) {
+  return CallRaw(channel, path, {""}, {.authorization = authorization, .on_answer = [](const std::string&) { return false; }})
+      .status;
+}
+
 // The RPCs of a service, from its descriptor; those of services whose descriptors gRPC does not bring along, by hand.
 std::vector<std::string> MethodsOf(const std::string& service) {
   if (service == "grpc.health.v1.Health") return {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"};
@@ -115,7 +122,7 @@ TEST(AccessTable, IsEnforcedForEveryRpcOnEveryPort) {
   served.insert("grpc.health.v1.Health");  // which reflection leaves out
   EXPECT_EQ(served, AllServices());
   int tried = 0;
-  for (const std::string& port : server.ports()) {
+  for (const auto& [port, address] : server.addresses()) {
     const std::shared_ptr<grpc::Channel> channel = server.Connect(port);
     const bool takes_admin = absl::StartsWith(port, "admin");
     for (const std::string& method : methods) {
@@ -231,12 +238,8 @@ struct Actor {
   }
   grpc::Status StreamTeacher(const std::string& tenant) const {
     v1::StreamTeacherRequest request;
-    v1::StreamTeacherHeader* const header = request.mutable_header();
-    header->set_tenant(tenant);
-    header->set_join_key("key");
-    header->set_total_row_count(1);
-    header->set_hidden_size(4);
-    header->set_data_type(v1::DATA_TYPE_FLOAT32);
+    *request.mutable_header() = TeacherHeader("key", 1, 4);
+    request.mutable_header()->set_tenant(tenant);
     return Call("LossService/StreamTeacher", request);
   }
 };
@@ -249,12 +252,9 @@ TEST(Tenants, AreAsIfTheOthersWereNotThere) {
   ASSERT_EQ(ReasonOf(ours.Create("tenants/default/heads/ours")), "OK");
   ASSERT_EQ(ReasonOf(theirs.Create("tenants/team/heads/theirs")), "OK");
   // Word for word what there is to say of a head that is not there.
-  const grpc::Status none = theirs.Get("tenants/team/heads/ours");
-  const grpc::Status hidden = theirs.Get("tenants/default/heads/ours");
-  EXPECT_EQ(ReasonOf(none), "HEAD_NOT_FOUND");
-  EXPECT_EQ(ReasonOf(hidden), "HEAD_NOT_FOUND");
-  EXPECT_EQ(hidden.error_message(), "there is no head tenants/default/heads/ours");
-  EXPECT_EQ(none.error_message(), "there is no head tenants/team/heads/ours");
+  for (const std::string name : {"tenants/default/heads/ours", "tenants/team/heads/ours"}) {
+    EXPECT_EQ(ExpectError(theirs.Get(name), "HEAD_NOT_FOUND").message, "there is no head " + name);
+  }
   EXPECT_EQ(ReasonOf(theirs.Take("tenants/default/heads/ours")), "HEAD_NOT_FOUND");
   EXPECT_EQ(ReasonOf(theirs.Delete("tenants/default/heads/ours")), "HEAD_NOT_FOUND");
   EXPECT_EQ(ReasonOf(theirs.Create("tenants/default/heads/ours")), "PERMISSION_DENIED");
@@ -267,9 +267,8 @@ TEST(Tenants, AreAsIfTheOthersWereNotThere) {
   EXPECT_EQ(ReasonOf(theirs.StreamTeacher("tenants/team")), "PROTOCOL_VIOLATION");  // its rows are missing
   v1::ListHeadsRequest list;
   list.set_parent("tenants/default");
-  const grpc::Status refused = theirs.Call("HeadService/ListHeads", list);
-  EXPECT_EQ(ReasonOf(refused), "PERMISSION_DENIED");
-  EXPECT_THAT(refused.error_message(), ::testing::HasSubstr("expected the token's tenant, tenants/team, got another"));
+  EXPECT_THAT(ExpectError(theirs.Call("HeadService/ListHeads", list), "PERMISSION_DENIED").message,
+              HasSubstr("expected the token's tenant, tenants/team, got another"));
   EXPECT_EQ(theirs.List(), std::vector<std::string>{"tenants/team/heads/theirs"});
   EXPECT_EQ(ours.List(), std::vector<std::string>{"tenants/default/heads/ours"});
 }
@@ -294,15 +293,8 @@ TEST(Patterns, SayWhichHeadsATokenIsFor) {
   TestHead student;
   ASSERT_EQ(ReasonOf(some.Get(prefix + "student-1", &student.head)), "OK");
   v1::MicroBatchHeader header = CrossEntropyHeader(student, 0, 0, {1});
-  v1::LossTerm* const term = header.mutable_terms(0);
-  term->clear_cross_entropy();
-  term->mutable_jensen_shannon()->set_beta(0.5);
-  term->mutable_teacher_hidden()->set_head(prefix + "teacher");
-  term->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
-  const grpc::Status refused = some.Compute(header);
-  EXPECT_EQ(ReasonOf(refused), "PERMISSION_DENIED") << refused.error_message();
-  EXPECT_EQ(DecodeError(refused).at("head"), prefix + "teacher");
-  EXPECT_EQ(DecodeError(refused).at("permission"), "compute");
+  SetTeacher(header.mutable_terms(0), prefix + "teacher");
+  ExpectError(some.Compute(header), "PERMISSION_DENIED", {{"head", prefix + "teacher"}, {"permission", "compute"}});
   // Weights come from outside by an administrator, at the end of a step by whoever trains.
   const Actor computes{channel, "computes"};
   EXPECT_EQ(ReasonOf(computes.Upload(student.head, /*closes_step=*/false)), "PERMISSION_DENIED");

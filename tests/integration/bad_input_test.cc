@@ -44,17 +44,9 @@ const google::protobuf::MethodDescriptor* MethodOf(const std::string& rpc) {
   throw std::logic_error("there is no " + rpc);
 }
 
-std::vector<BadValue> AllRows() {
-  std::vector<BadValue> rows;
-  for (const auto& part : {LossServiceBadValues(), HeadServiceBadValues(), SessionServiceBadValues()}) {
-    rows.insert(rows.end(), part.begin(), part.end());
-  }
-  return rows;
-}
-
 TEST(BadInputTable, HasARowForEveryField) {
   std::map<std::string, std::set<std::string>> covered;
-  for (const BadValue& row : AllRows()) covered[row.rpc].insert(row.path);
+  for (const BadValue& row : AllBadValues()) covered[row.rpc].insert(row.path);
   std::map<std::string, std::set<std::string>> known;
   for (const auto* method : Methods()) {
     for (const std::string& path : FieldPaths(*method->input_type())) {
@@ -93,16 +85,11 @@ class BadInput : public ::testing::Test {
     teacher_ = server_.MakeHead("teacher", FrozenSpec(13, 4));
     // One committed micro-batch, one that waits for its decision, one checkpoint, one file to load.
     v1::MicroBatchHeader header = CrossEntropyHeader(head_, 0, 0, {1, 2, 3});
-    Require(server_.Compute(header, rows_).status, "committed");
+    server_.MustCompute(header, rows_);
     header.set_micro_batch(1);
     header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-    Require(server_.Compute(header, rows_).status, "staged");
-    v1::SaveCheckpointRequest save;
-    save.set_name(head_.name());
-    save.set_epoch(head_.head.epoch());
-    save.set_checkpoint("there");
-    v1::SaveCheckpointResponse saved;
-    Require(server_.Call(&Heads::SaveCheckpoint, save, &saved), "SaveCheckpoint");
+    server_.MustCompute(header, rows_);
+    Require(server_.Save(head_, "there"), "SaveCheckpoint");
     const std::string json = R"({"lm_head.weight":{"dtype":"F32","shape":[13,5],"data_offsets":[0,260]},)"
                              R"("lm_head.bias":{"dtype":"F32","shape":[13],"data_offsets":[260,312]}})";
     const uint64_t length = json.size();
@@ -113,8 +100,7 @@ class BadInput : public ::testing::Test {
 
   std::string Snapshot() { return absl::StrCat(server_.Snapshot(head_), "#", server_.Snapshot(teacher_), "#", HeadNames()); }
   std::string HeadNames() {
-    v1::ListHeadsResponse response;
-    Require(server_.Call(&Heads::ListHeads, {}, &response), "ListHeads");
+    const v1::ListHeadsResponse response = server_.Must(&Heads::ListHeads, {});
     std::string names;
     for (const v1::Head& head : response.heads()) absl::StrAppend(&names, head.name(), ",");
     return names;
@@ -128,14 +114,14 @@ class BadInput : public ::testing::Test {
   const TemporaryDirectory root_;
   WireServer server_{MakeSetup()};
   const std::shared_ptr<grpc::Channel> channel_ = server_.NewChannel();
-  const std::string rows_ = Bytes(Random(15, 5, 1));
+  const std::string rows_ = Rows(3);
   TestHead head_;
   TestHead teacher_;
   int upload_count_ = 0;
   const std::string session_ = server_.OpenSession(600000);
 };
 
-// In text format. $AT is the student's step 0, $NAME and $EPOCH are the student's, $ROWS are three rows.
+// In text format. $AT is the student's step 0, $NAME and $EPOCH are the student's, $ROWS are three rows, $WEIGHT is a weight.
 const std::map<std::string, std::string> kValidRequests = {
     {"ComputeLoss chunk", "chunk { role: CHUNK_ROLE_HIDDEN row_count: 3 data: '$ROWS' }"},
     {"CommitMicroBatch", "heads { $AT } micro_batch: 1"},
@@ -152,6 +138,7 @@ const std::map<std::string, std::string> kValidRequests = {
     {"UploadWeights",
      "header { name: '$NAME' epoch: '$EPOCH' upload_id: 'upload-$COUNT' tensor: HEAD_TENSOR_WEIGHT data_type: DATA_TYPE_FLOAT32 "
      "total_bytes: 260 }"},
+    {"UploadWeights chunk", "chunk { data: '$WEIGHT' }"},
     {"GetStep", "head { $AT }"},
     {"SealStep", "head { $AT } expected { count: 2 }"},
     {"ApplyOptimizerStep", "head { $AT } expected { count: 2 } learning_rate: 0.1"},
@@ -181,14 +168,13 @@ std::unique_ptr<Message> BadInput::ValidRequest(const std::string& rpc, bool chu
       google::protobuf::MessageFactory::generated_factory()->GetPrototype(MethodOf(rpc)->input_type())->New());
   if (rpc == "ComputeLoss" && !chunk) {
     *static_cast<v1::ComputeLossRequest*>(request.get())->mutable_header() = CrossEntropyHeader(head_, 0, 5, {1, 2, 3});
-  } else if (rpc == "UploadWeights" && chunk) {
-    static_cast<v1::UploadWeightsRequest*>(request.get())->mutable_chunk()->set_data(std::string(260, '\1'));
   } else {
     std::string text = kValidRequests.at(chunk ? rpc + " chunk" : rpc);
     text = absl::StrReplaceAll(text, {{"$AT", "head: '$NAME' head_epoch: '$EPOCH' step: 0"}});
     text = absl::StrReplaceAll(text, {{"$NAME", head_.name()},
                                       {"$EPOCH", absl::CEscape(head_.head.epoch())},
                                       {"$ROWS", absl::CEscape(rows_)},
+                                      {"$WEIGHT", absl::CEscape(std::string(260, '\1'))},
                                       {"$SESSION", absl::CEscape(session_)},
                                       {"$COUNT", absl::StrCat(++upload_count_)}});
     EXPECT_TRUE(google::protobuf::TextFormat::ParseFromString(text, request.get())) << text;
@@ -211,18 +197,13 @@ grpc::Status BadInput::SendAll(const std::string& rpc, const std::vector<std::st
 
 TEST_F(BadInput, IsRefusedAndChangesNothing) {
   const std::string before = Snapshot();
-  for (const BadValue& row : AllRows()) {
+  for (const BadValue& row : AllBadValues()) {
     SCOPED_TRACE(absl::StrCat(row.rpc, ": ", row.path, ": ", row.edit.what));
     const bool chunk = absl::StartsWith(row.path, "chunk") && row.rpc != "TransferRows" && row.rpc != "StreamTeacher";
     const auto request = ValidRequest(row.rpc, chunk);
     for (const auto& [path, edit] : row.prepare) Apply(request.get(), path, edit);
     Apply(request.get(), row.path, row.edit);
-    const grpc::Status status = Send(row, *request, chunk);
-    const WireError error = DecodeError(status);
-    EXPECT_EQ(error.reason, row.reason) << "code " << status.error_code() << ": " << status.error_message();
-    EXPECT_EQ(static_cast<int>(error.code), static_cast<int>(CodeOf(row.reason)));
-    EXPECT_EQ(error.domain, "headwater");
-    EXPECT_FALSE(error.message.empty());
+    const WireError error = ExpectError(Send(row, *request, chunk), row.reason);
     if (!row.field.empty()) {
       std::string field = row.field == kThePath ? row.path : row.field;
       if (row.field == kThePath) field = absl::StrReplaceAll(field, {{"terms.", "terms[0]."}, {"heads.", "heads[0]."}});
@@ -249,7 +230,7 @@ TEST_F(BadInput, TheValidRequestsAreAccepted) {
     const BadValue nothing = {rpc, "", {}, ""};
     EXPECT_EQ(ReasonOf(Send(nothing, *ValidRequest(rpc, false), false)), "OK") << rpc;
   }
-  Require(server_.Seal(head_, 0, {0, 1, 5, 6}), "SealStep");
+  Require(server_.Seal(head_, {.ids = {0, 1, 5, 6}}), "SealStep");
   for (const char* rpc : {"ApplyOptimizerStep", "UploadWeights"}) {
     auto request = ValidRequest(rpc, false);
     if (std::string(rpc) == "ApplyOptimizerStep") Apply(request.get(), "expected", Clear());
@@ -262,7 +243,7 @@ TEST_F(BadInput, OfTheStreamsOrderIsRefused) {
   const auto send = [&](const std::vector<v1::ComputeLossRequest>& requests) {
     std::vector<std::string> messages;
     for (const v1::ComputeLossRequest& request : requests) messages.push_back(request.SerializeAsString());
-    return DecodeError(SendAll("ComputeLoss", messages));
+    return SendAll("ComputeLoss", messages);
   };
   const auto header = static_cast<const v1::ComputeLossRequest&>(*ValidRequest("ComputeLoss", false));
   const auto rows = static_cast<const v1::ComputeLossRequest&>(*ValidRequest("ComputeLoss", true));
@@ -271,16 +252,13 @@ TEST_F(BadInput, OfTheStreamsOrderIsRefused) {
   first_row.mutable_chunk()->set_data(rows_.substr(0, 20));
   v1::ComputeLossRequest last_row = first_row;
   last_row.mutable_chunk()->set_row_start(2);
-  EXPECT_EQ(send({}).reason, "PROTOCOL_VIOLATION");
-  EXPECT_EQ(send({header, header}).reason, "PROTOCOL_VIOLATION");
-  EXPECT_EQ(send({header, rows, rows}).reason, "CHUNK_OUT_OF_RANGE");
-  EXPECT_EQ(send({header, last_row, last_row}).reason, "CHUNK_OUT_OF_RANGE");
-  EXPECT_EQ(send({header, last_row, rows}).reason, "CHUNK_OUT_OF_RANGE");
-  const WireError missing = send({header, last_row, first_row});
-  EXPECT_EQ(missing.reason, "PROTOCOL_VIOLATION");
-  EXPECT_EQ(missing.at("expected"), "3");
-  EXPECT_EQ(missing.at("actual"), "2");
-  EXPECT_EQ(missing.at("firstMissingRow"), "1");
+  ExpectError(send({}), "PROTOCOL_VIOLATION");
+  ExpectError(send({header, header}), "PROTOCOL_VIOLATION");
+  ExpectError(send({header, rows, rows}), "CHUNK_OUT_OF_RANGE");
+  ExpectError(send({header, last_row, last_row}), "CHUNK_OUT_OF_RANGE");
+  ExpectError(send({header, last_row, rows}), "CHUNK_OUT_OF_RANGE");
+  ExpectError(send({header, last_row, first_row}), "PROTOCOL_VIOLATION",
+              {{"expected", "3"}, {"actual", "2"}, {"firstMissingRow", "1"}});
   EXPECT_EQ(Snapshot(), before);
 }
 

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,11 +18,8 @@ namespace {
 
 using ::testing::ElementsAre;
 
-constexpr int64_t kColumns = 5;  // of SmallSpec()
-// Three rows of five fp32 elements, and their targets.
+// Three rows of fp32 elements, and their targets.
 constexpr int64_t kHeldBytes = 3 * kColumns * 4 + 3 * 4;
-
-std::string Rows(uint32_t seed = 5, size_t count = 3) { return Bytes(Random(count * kColumns, seed, 1)); }
 
 v1::HeadSpec WithoutSlots() {
   v1::HeadSpec spec = SmallSpec();
@@ -29,10 +27,13 @@ v1::HeadSpec WithoutSlots() {
   return spec;
 }
 
-// EXPLICIT, over three rows.
-v1::MicroBatchHeader ExplicitHeader(const TestHead& head, int64_t micro_batch) {
+// EXPLICIT, over three rows: of the kind that is held always, or where no slot is free.
+enum class Held { kAlways, kIfNoSlotIsFree };
+v1::MicroBatchHeader HeldHeader(const TestHead& head, int64_t micro_batch, Held held) {
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, micro_batch, {1, 2, 3});
   header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
+  header.set_late_token_factors(held == Held::kAlways);
+  header.set_allow_held(held == Held::kIfNoSlotIsFree);
   return header;
 }
 
@@ -43,13 +44,11 @@ TEST(ComputeLoss, TheSummarySaysWhatWasComputed) {
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 4, {3, -100, 12});
   v1::LossTerm* const soft = header.add_terms();
   *soft = header.terms(0);
-  soft->mutable_jensen_shannon();
-  soft->mutable_teacher_hidden()->set_head(teacher.name());
-  soft->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
+  SetTeacher(soft, teacher.name());
   for (const auto output : {v1::TOKEN_OUTPUT_LOSS, v1::TOKEN_OUTPUT_LSE, v1::TOKEN_OUTPUT_ARGMAX, v1::TOKEN_OUTPUT_LSE}) {
     header.add_outputs(output);
   }
-  const LossReply reply = server.MustCompute(header, Rows(), "", {.teacher_rows = {{1, Bytes(Random(12, 6, 1))}}});
+  const LossReply reply = server.MustCompute(header, Rows(3), {.teacher_rows = {{1, Rows(3, 6, 4)}}});
   ASSERT_EQ(reply.summary.terms_size(), 2);
   for (const v1::LossTermResult& result : reply.summary.terms()) {
     EXPECT_EQ(result.sums().valid_token_count(), 2);
@@ -77,7 +76,7 @@ TEST(ComputeLoss, AMicroBatchWithoutRowsIsCounted) {
   const LossReply reply = server.MustCompute(CrossEntropyHeader(head, 0, 6, {}), "");
   EXPECT_EQ(reply.summary.state(), v1::CONTRIBUTION_STATE_COMMITTED);
   EXPECT_EQ(server.Steps(head).open().micro_batches(0).micro_batch(), 6);
-  EXPECT_EQ(Floats(server.Gradient(head)), std::vector<float>(65, 0.0F));
+  EXPECT_EQ(server.Gradient(head), Bytes(std::vector<float>(65, 0.0F)));
 }
 
 TEST(ComputeLoss, GradHiddenComesInAscendingChunksWithinTheLimitOrNotAtAll) {
@@ -87,13 +86,13 @@ TEST(ComputeLoss, GradHiddenComesInAscendingChunksWithinTheLimitOrNotAtAll) {
   WireServer server(setup);
   const TestHead head = server.MakeHead("chunked", SmallSpec());
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, std::vector<int32_t>(30, 1));
-  const LossReply reply = server.MustCompute(header, Rows(5, 30));
+  const LossReply reply = server.MustCompute(header, Rows(30));
   EXPECT_THAT(reply.chunk_starts, ElementsAre(0, 12, 24));
   EXPECT_EQ(reply.grad_hidden.size(), 600U);
   const std::string gradient = server.Gradient(head);
   header.set_micro_batch(1);
   header.set_return_grad_hidden(false);
-  EXPECT_TRUE(server.MustCompute(header, Rows(5, 30)).grad_hidden.empty());
+  EXPECT_TRUE(server.MustCompute(header, Rows(30)).grad_hidden.empty());
   EXPECT_NE(server.Gradient(head), gradient);
 }
 
@@ -110,28 +109,22 @@ TEST(Limits, OutputsOfAllTermsTravelInOneMessage) {
   for (int output = v1::TOKEN_OUTPUT_LOSS; v1::TokenOutput_IsValid(output); ++output) {
     header.add_outputs(static_cast<v1::TokenOutput>(output));
   }
-  const WireError error = DecodeError(server.Compute(header, Rows(1, 1 << 12)).status);
-  EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
-  EXPECT_EQ(error.at("limit"), "max_message_bytes");
-  EXPECT_EQ(error.at("field"), "header.outputs");
+  ExpectError(server.Compute(header, Rows(1 << 12)).status, "LIMIT_EXCEEDED",
+              {{"limit", "max_message_bytes"}, {"field", "header.outputs"}});
 }
 
 TEST(Limits, OfABatchsBytesHoldForAddGradient) {
-  WireServer server(WithLimit(&service::Limits::max_micro_batch_bytes, 60));
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  v1::AddGradientHeader header;
-  *header.mutable_head() = server.At(head, 0);
+  HeadServer server(WithLimit(&service::Limits::max_micro_batch_bytes, 60));
+  auto header = RequestOn<v1::AddGradientHeader>(server.head);
   header.set_micro_batch(0);
   header.set_row_count(3);
   EXPECT_EQ(ReasonOf(server.AddGradient(header, Random(15, 9, 1))), "OK");  // at the limit
-  const std::string before = server.Snapshot(head);
+  const std::string before = server.Snapshot(server.head);
   header.set_micro_batch(1);
   header.set_row_count(4);
-  const WireError error = DecodeError(server.AddGradient(header, Random(20, 9, 1)));
-  EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
-  EXPECT_EQ(error.at("limit"), "max_micro_batch_bytes");
-  EXPECT_EQ(server.Snapshot(head), before);
-  EXPECT_EQ(server.MetricLine("headwater_in_flight_bytes"), "headwater_in_flight_bytes 0");
+  ExpectError(server.AddGradient(header, Random(20, 9, 1)), "LIMIT_EXCEEDED", {{"limit", "max_micro_batch_bytes"}});
+  EXPECT_EQ(server.Snapshot(server.head), before);
+  EXPECT_EQ(server.Metric("headwater_in_flight_bytes"), "0");
 }
 
 // ---- steps -----------------------------------------------------------------------------------------------------------
@@ -140,25 +133,21 @@ TEST(Limits, OfABatchsBytesHoldForAddGradient) {
 TEST(Apply, ZeroAndInfinityClipNothing) {
   WireServer server;
   v1::ApplyOptimizerStepRequest request;
-  request.mutable_expected()->set_count(1);
-  request.set_learning_rate(0.01);
-  v1::ApplyOptimizerStepResponse response;
-  const auto apply = [&](const std::string& id) {
+  const auto apply = [&](const std::string& id, std::optional<double> max_grad_norm) {
     const TestHead head = server.MakeHead(id, SmallSpec());
-    Require(server.Compute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows()).status, "ComputeLoss");
-    *request.mutable_head() = server.At(head, 0);
-    Require(server.Apply(request, &response), "ApplyOptimizerStep");
-    return server.Weights(head);
-  };
-  const std::string unclipped = apply("unclipped");
-  for (const double none : {0.0, std::numeric_limits<double>::infinity()}) {
-    request.set_max_grad_norm(none);
-    EXPECT_EQ(apply(absl::StrCat("h", none)), unclipped);
+    server.MustCompute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows(3));
+    request = RequestOn<v1::ApplyOptimizerStepRequest>(head, StepEnd{.ids = {0}});
+    if (max_grad_norm.has_value()) request.set_max_grad_norm(*max_grad_norm);
+    const v1::ApplyOptimizerStepResponse response = server.Must(&Heads::ApplyOptimizerStep, request);
     EXPECT_EQ(response.clip_factor(), 1);
     EXPECT_GT(response.global_grad_norm(), 0);
+    return server.Weights(head);
+  };
+  const std::string unclipped = apply("unclipped", {});
+  for (const double none : {0.0, std::numeric_limits<double>::infinity()}) {
+    EXPECT_EQ(apply(absl::StrCat("h", none), none), unclipped);
     request.clear_max_grad_norm();  // the same arguments
-    ASSERT_EQ(ReasonOf(server.Apply(request, &response)), "OK");
-    EXPECT_TRUE(response.replayed());
+    EXPECT_TRUE(server.Must(&Heads::ApplyOptimizerStep, request).replayed());
   }
 }
 
@@ -166,20 +155,18 @@ TEST(Waiting, ForAStepIsNoIdleTimeOfItsClient) {
   ServerSetup setup;
   setup.options.limits.max_step_wait = absl::Milliseconds(300);
   setup.options.stream_idle_timeout = absl::Milliseconds(100);
-  WireServer server(setup);
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  EXPECT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(head, 1, 0, {1, 2, 3}), Rows()).status), "STEP_MISMATCH");
+  HeadServer server(setup);
+  EXPECT_EQ(ReasonOf(server.Compute(CrossEntropyHeader(server.head, 1, 0, {1, 2, 3}), Rows(3)).status), "STEP_MISMATCH");
 }
 
 // head_ordered_test.cc has the order.
 TEST(Deterministic, WhatWaitsForItsPredecessorsIsCounted) {
   ServerSetup setup;
   setup.engine.deterministic = setup.options.deterministic = true;
-  WireServer server(setup);
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  server.MustCompute(CrossEntropyHeader(head, 0, 1, {1, 2, 3}), Rows());
+  HeadServer server(setup);
+  server.MustCompute(CrossEntropyHeader(server.head, 0, 1, {1, 2, 3}), Rows(3));
   EXPECT_TRUE(server.AwaitMetric("headwater_waiting_contributions", 1));
-  server.MustCompute(CrossEntropyHeader(head, 0, 0, {1, 2, 3}), Rows());
+  server.MustCompute(CrossEntropyHeader(server.head, 0, 0, {1, 2, 3}), Rows(3));
   EXPECT_TRUE(server.AwaitMetric("headwater_waiting_contributions", 0));
 }
 
@@ -189,93 +176,74 @@ TEST(Held, BytesCountClassWeightsToo) {
   constexpr int64_t kVocab = 13;
   for (const int64_t missing : {1, 0}) {
     WireServer server(WithLimit(&service::Limits::max_held_bytes, kHeldBytes + kVocab * 4 - missing));
-    v1::MicroBatchHeader header = ExplicitHeader(server.MakeHead("h", WithoutSlots()), 0);
-    header.set_allow_held(true);
-    *header.mutable_terms(0)->mutable_cross_entropy()->mutable_class_weights() = FloatTensor(std::vector<float>(kVocab, 0.5F));
-    EXPECT_EQ(ReasonOf(server.Compute(header, Rows()).status), missing == 0 ? "OK" : "LIMIT_EXCEEDED");
+    v1::MicroBatchHeader header = HeldHeader(server.MakeHead("h", WithoutSlots()), 0, Held::kIfNoSlotIsFree);
+    *header.mutable_terms(0)->mutable_cross_entropy()->mutable_class_weights() = TensorOf(std::vector<float>(kVocab, 0.5F));
+    EXPECT_EQ(ReasonOf(server.Compute(header, Rows(3)).status), missing == 0 ? "OK" : "LIMIT_EXCEEDED");
   }
 }
 
 TEST(Held, ATeachersRowsAreKeptToo) {
   WireServer server;
   const TestHead head = server.MakeHead("student", SmallSpec());
-  v1::MicroBatchHeader header = ExplicitHeader(head, 0);
-  header.set_late_token_factors(true);
-  v1::LossTerm* const term = header.mutable_terms(0);
-  term->clear_targets();
-  term->mutable_jensen_shannon();
-  term->mutable_teacher_hidden()->set_head(server.MakeHead("teacher", FrozenSpec(13, 4), 7).name());
-  term->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
-  EXPECT_EQ(server.MustCompute(header, Rows(), Bytes(Random(12, 6, 1))).summary.form(), v1::CONTRIBUTION_FORM_HELD);
-  EXPECT_EQ(ReasonOf(server.Commit(head, 0, 0, 1)), "OK");
-  EXPECT_NE(Floats(server.Gradient(head)), std::vector<float>(65, 0.0F));
+  v1::MicroBatchHeader header = HeldHeader(head, 0, Held::kAlways);
+  header.mutable_terms(0)->clear_targets();
+  SetTeacher(header.mutable_terms(0), server.MakeHead("teacher", FrozenSpec(13, 4), 7).name());
+  const LossReply held = server.MustCompute(header, Rows(3), {.teacher_rows = {{0, Rows(3, 6, 4)}}});
+  EXPECT_EQ(held.summary.form(), v1::CONTRIBUTION_FORM_HELD);
+  EXPECT_EQ(ReasonOf(server.Commit(head, {.id = 0})), "OK");
+  EXPECT_NE(server.Gradient(head), Bytes(std::vector<float>(65, 0.0F)));
 }
 
 // Nobody sends rows in vain, again and again, of what no commit of another makes room for.
 TEST(Held, WhatCanNeverBeHeldIsRefusedAtItsHeader) {
   for (const int64_t most : {int64_t{0}, kHeldBytes - 1}) {
-    WireServer server(WithLimit(&service::Limits::max_held_bytes, most));
-    const TestHead head = server.MakeHead("h", SmallSpec());  // one slot
+    HeadServer server(WithLimit(&service::Limits::max_held_bytes, most));  // its head has one slot
     const TestHead without = server.MakeHead("without", WithoutSlots());
-    v1::MicroBatchHeader late = ExplicitHeader(head, 0);
-    late.set_late_token_factors(true);
-    v1::MicroBatchHeader no_slot = ExplicitHeader(without, 0);
-    no_slot.set_allow_held(true);
-    for (const v1::MicroBatchHeader& header : {late, no_slot}) {
+    for (const v1::MicroBatchHeader& header :
+         {HeldHeader(server.head, 0, Held::kAlways), HeldHeader(without, 0, Held::kIfNoSlotIsFree)}) {
       OpenStream stream(server.loss(), header);  // no row is sent
-      const WireError error = DecodeError(stream.End());
-      EXPECT_EQ(error.code, grpc::StatusCode::INVALID_ARGUMENT);
-      EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
-      EXPECT_EQ(error.at("field"), "header.row_count");
-      EXPECT_EQ(error.at("limit"), "max_held_bytes");
-      EXPECT_EQ(error.at("maximum"), absl::StrCat(most));
-      EXPECT_EQ(error.at("actual"), absl::StrCat(kHeldBytes));
+      const WireError error = ExpectError(stream.End(), "LIMIT_EXCEEDED",
+                                          {{"field", "header.row_count"},
+                                           {"limit", "max_held_bytes"},
+                                           {"maximum", absl::StrCat(most)},
+                                           {"actual", absl::StrCat(kHeldBytes)}});
       EXPECT_FALSE(error.retry_ms.has_value());
     }
     // What a slot does for may be tried again when that is free, and what is added at once needs no room.
-    v1::MicroBatchHeader may_be_held = ExplicitHeader(head, 0);
-    may_be_held.set_allow_held(true);
-    Require(server.Compute(may_be_held, Rows(5)).status, "staged");
-    may_be_held.set_micro_batch(1);
-    EXPECT_EQ(ReasonOf(server.Compute(may_be_held, Rows(6)).status), "STAGING_FULL");
-    Require(server.Commit(head, 0, 0, 1), "CommitMicroBatch");
-    EXPECT_EQ(ReasonOf(server.Compute(may_be_held, Rows(6)).status), "OK");
+    const auto may_be_held = [&](int64_t id) {
+      return ReasonOf(server.Compute(HeldHeader(server.head, id, Held::kIfNoSlotIsFree), Rows(3)).status);
+    };
+    EXPECT_EQ(may_be_held(0), "OK");
+    EXPECT_EQ(may_be_held(1), "STAGING_FULL");
+    Require(server.Commit(server.head, {.id = 0}), "CommitMicroBatch");
+    EXPECT_EQ(may_be_held(1), "OK");
     v1::MicroBatchHeader eager = CrossEntropyHeader(without, 0, 1, {1, 2, 3});
     eager.set_non_finite_policy(v1::NON_FINITE_POLICY_REFUSE);
     eager.set_allow_held(true);
-    EXPECT_EQ(ReasonOf(server.Compute(eager, Rows(7)).status), "OK");
+    EXPECT_EQ(ReasonOf(server.Compute(eager, Rows(3)).status), "OK");
   }
 }
 
 TEST(Held, TheirBytesAreBounded) {
-  WireServer server(WithLimit(&service::Limits::max_held_bytes, 2 * kHeldBytes));
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  const auto hold = [&](int64_t id) {
-    v1::MicroBatchHeader header = ExplicitHeader(head, id);
-    header.set_late_token_factors(true);
-    return server.Compute(header, Rows(5)).status;
-  };
+  HeadServer server(WithLimit(&service::Limits::max_held_bytes, 2 * kHeldBytes));
+  const auto hold = [&](int64_t id) { return server.Compute(HeldHeader(server.head, id, Held::kAlways), Rows(3)).status; };
   for (const int64_t id : {0, 1}) EXPECT_EQ(ReasonOf(hold(id)), "OK");
   EXPECT_TRUE(server.AwaitMetric("headwater_held_bytes", 2 * kHeldBytes));
-  const WireError error = DecodeError(hold(2));
-  EXPECT_EQ(error.reason, "STAGING_FULL");
-  EXPECT_EQ(error.at("limit"), "max_held_bytes");
-  EXPECT_EQ(error.at("requestedBytes"), absl::StrCat(kHeldBytes));
-  EXPECT_EQ(error.at("availableBytes"), "0");
+  const WireError error =
+      ExpectError(hold(2), "STAGING_FULL",
+                  {{"limit", "max_held_bytes"}, {"requestedBytes", absl::StrCat(kHeldBytes)}, {"availableBytes", "0"}});
   EXPECT_TRUE(error.retry_ms.has_value());
-  Require(server.Discard(head, 0, 0), "DiscardMicroBatch");
+  Require(server.Discard(server.head, {.id = 0}), "DiscardMicroBatch");
   EXPECT_EQ(ReasonOf(hold(2)), "OK");
 }
 
 TEST(Held, TheirCommitIsTimeInWhichTheEngineIsBusy) {
   WireServer server;
   const TestHead head = server.MakeHead("h", WithoutSlots());
-  v1::MicroBatchHeader header = ExplicitHeader(head, 0);
-  header.set_allow_held(true);
-  Require(server.Compute(header, Rows()).status, "held");
-  const std::string before = server.MetricLine("headwater_compute_busy_seconds_total");
-  Require(server.Commit(head, 0, 0, 1), "CommitMicroBatch");
-  EXPECT_NE(server.MetricLine("headwater_compute_busy_seconds_total"), before);
+  server.MustCompute(HeldHeader(head, 0, Held::kIfNoSlotIsFree), Rows(3));
+  const std::string before = server.Metric("headwater_compute_busy_seconds_total");
+  Require(server.Commit(head, {.id = 0}), "CommitMicroBatch");
+  EXPECT_NE(server.Metric("headwater_compute_busy_seconds_total"), before);
 }
 
 // ---- gradient_resolution: what is drawn follows from head, step, micro-batch and term, and from nothing else ---------
@@ -298,7 +266,9 @@ std::string Drawn(const Draw& draw) {
   header.mutable_terms(0)->set_gradient_resolution(0.125);
   draw.change(header);
   const LossReply reply = server.MustCompute(header, Bytes(Random(8 * 12, 5, 2)));
-  if (header.commit_mode() == v1::COMMIT_MODE_EXPLICIT) Require(server.Commit(head, draw.step, 4, 1), "CommitMicroBatch");
+  if (header.commit_mode() == v1::COMMIT_MODE_EXPLICIT) {
+    Require(server.Commit(head, {.id = 4, .step = draw.step}), "CommitMicroBatch");
+  }
   return server.Gradient(head, draw.step) + reply.grad_hidden;
 }
 
@@ -322,7 +292,7 @@ TEST(GradientResolution, StepsMicroBatchesTermsAndHeadsDrawOtherwise) {
   // A first term that adds nothing.
   EXPECT_FALSE(Drawn({.change = [](v1::MicroBatchHeader& header) {
                  *header.add_terms() = header.terms(0);
-                 *header.mutable_terms(0)->mutable_token_weights() = FloatTensor(std::vector<float>(8));
+                 *header.mutable_terms(0)->mutable_token_weights() = TensorOf(std::vector<float>(8));
                }}) == direct);
 }
 

@@ -7,7 +7,6 @@
 #include <string>
 #include <thread>
 
-#include "headwater/kernels/error.h"
 #include "headwater/v1/group_service.grpc.pb.h"
 #include "server/group/group_assembly.h"
 #include "server/group/ranks/rank_worker.h"

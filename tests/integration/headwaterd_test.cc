@@ -6,19 +6,19 @@
 #include <signal.h>
 #include <sys/resource.h>
 
-#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <optional>
 #include <sstream>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "headwater/v1/head_service.grpc.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
 #include "headwater/v1/session_service.grpc.pb.h"
+#include "tests/e2e/cpp/support/await.h"
 #include "tests/e2e/cpp/support/child_process.h"
+#include "tests/integration/support/open_stream.h"
 
 namespace headwater::testing {
 namespace {
@@ -36,27 +36,34 @@ using ::testing::StartsWith;
 
 class Headwaterd : public ::testing::Test {
  protected:
-  // Starts headwaterd, or the program that starts it; stdout and stderr go into files.
-  void Start(std::vector<std::string> arguments) {
-    arguments.insert(arguments.begin(), HEADWATERD_PROGRAM);
-    StartProgram(arguments);
-  }
-  void StartProgram(const std::vector<std::string>& arguments) {
+  // Starts headwaterd, by `program`; stdout and stderr go into files.
+  void Start(const std::vector<std::string>& flags, std::vector<std::string> program = {HEADWATERD_PROGRAM}) {
+    program.insert(program.end(), flags.begin(), flags.end());
     std::filesystem::remove(Path("err"));
-    process_.emplace(arguments, Path("out"), Path("err"));
+    std::filesystem::remove(Path("ports"));
+    process_.emplace(program, Path("out"), Path("err"));
+  }
+  // The same with a socket of its own, where it must listen.
+  void Serve(std::vector<std::string> flags, const std::vector<std::string>& program = {HEADWATERD_PROGRAM}) {
+    flags.insert(flags.end(), {"--listen_addresses=" + socket_, "--metrics_address=", "--port_file=" + Path("ports")});
+    Start(flags, program);
+    EXPECT_THAT(Addresses(), ElementsAre(socket_)) << Err();
   }
   // Exit status of the program, which must end by itself.
   int Wait() { return process_->Wait(); }
-  int Run(const std::vector<std::string>& arguments) {
-    Start(arguments);
+  int Run(const std::vector<std::string>& flags) {
+    Start(flags);
     return Wait();
   }
+  void Stop(int signal_number = SIGTERM) {
+    process_->Signal(signal_number);
+    EXPECT_EQ(Wait(), 0) << Err();
+  }
   // Addresses in the port file, once it is there.
-  std::vector<std::string> Addresses(const std::string& port_file) {
-    for (int i = 0; i < 2000 && !std::filesystem::exists(port_file); ++i)
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  std::vector<std::string> Addresses() {
+    e2e::Await([&] { return std::filesystem::exists(Path("ports")); });
     std::vector<std::string> addresses;
-    std::ifstream file(port_file);
+    std::ifstream file(Path("ports"));
     for (std::string line; std::getline(file, line);) addresses.push_back(line);
     return addresses;
   }
@@ -67,7 +74,7 @@ class Headwaterd : public ::testing::Test {
   const EnvironmentVariable module_{"HEADWATER_CUDA_MODULE",
                                     "/nonexistent-folder/module.so"};  // the CPU, whatever this machine has
   const TemporaryDirectory folder_;
-  const std::string directory_ = folder_.path();
+  const std::string socket_ = "unix:" + Path("socket");
   std::optional<ChildProcess> process_;
 };
 
@@ -101,23 +108,18 @@ TEST_F(Headwaterd, ComputesOnTheProcessorsThatItMayUse) {
     ASSERT_EQ(sched_getaffinity(0, sizeof(mask), &mask), 0);
     int first = 0;
     while (!CPU_ISSET(first, &mask)) ++first;
-    StartProgram({taskset, "--cpu-list", std::to_string(first), HEADWATERD_PROGRAM, group, "--engine=cpu", "--metrics_address=",
-                  "--listen_addresses=unix:" + directory_ + "/socket", "--port_file=" + directory_ + "/ports"});
-    ASSERT_EQ(Addresses(directory_ + "/ports").size(), 1U) << Err();
+    Serve({group, "--engine=cpu"}, {taskset, "--cpu-list", std::to_string(first), HEADWATERD_PROGRAM});
     EXPECT_THAT(Err(), HasSubstr(" threads=1 "));
-    process_->Signal(SIGTERM);
-    EXPECT_EQ(Wait(), 0) << Err();
-    std::filesystem::remove(directory_ + "/ports");
+    Stop();
   }
 }
 
 TEST_F(Headwaterd, ServesUntilItIsToldToStop) {
   for (const int signal_number : {SIGTERM, SIGINT, SIGHUP}) {
-    const std::string port_file = directory_ + "/ports" + std::to_string(signal_number);
-    Start({"--listen_addresses=127.0.0.1:0,unix:" + directory_ + "/socket", "--metrics_address=127.0.0.1:0", "--shards=2",
-           "--shard_weights=1,2", "--threads=2", "--log_format=json", "--port_file=" + port_file});
-    const std::vector<std::string> addresses = Addresses(port_file);
-    ASSERT_THAT(addresses, ElementsAre(MatchesRegex("127.0.0.1:[1-9][0-9]*"), "unix:" + directory_ + "/socket")) << Err();
+    Start({"--listen_addresses=127.0.0.1:0," + socket_, "--metrics_address=127.0.0.1:0", "--shards=2", "--shard_weights=1,2",
+           "--threads=2", "--log_format=json", "--port_file=" + Path("ports")});
+    const std::vector<std::string> addresses = Addresses();
+    ASSERT_THAT(addresses, ElementsAre(MatchesRegex("127.0.0.1:[1-9][0-9]*"), socket_)) << Err();
     for (const std::string& address : addresses) {
       const auto stub = v1::SessionService::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
       grpc::ClientContext context;
@@ -139,8 +141,7 @@ TEST_F(Headwaterd, ServesUntilItIsToldToStop) {
     ASSERT_EQ(response.head().shards_size(), 2);
     EXPECT_EQ(response.head().shards(0).vocab_end(), 3);
     EXPECT_EQ(response.head().shards(1).vocab_end(), 9);
-    process_->Signal(signal_number);
-    EXPECT_EQ(Wait(), 0) << Err();
+    Stop(signal_number);
     EXPECT_THAT(Out(), HasSubstr("listening on " + addresses[0]));
     EXPECT_THAT(Err(), HasSubstr("\"event\":\"drained\",\"clean\":true}"));
   }
@@ -150,8 +151,7 @@ TEST_F(Headwaterd, ServesUntilItIsToldToStop) {
 // process.
 TEST_F(Headwaterd, TakesSignalsInItsMainThreadAlone) {
   const EnvironmentVariable threads("OPENBLAS_NUM_THREADS", "2");  // of the library's own, from before main()
-  Start({"--listen_addresses=unix:" + directory_ + "/socket", "--metrics_address=", "--port_file=" + directory_ + "/ports"});
-  ASSERT_EQ(Addresses(directory_ + "/ports").size(), 1U) << Err();
+  Serve({});
   int others = 0;
   for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(process_->pid()) + "/task")) {
     if (task.path().filename() == std::to_string(process_->pid())) continue;
@@ -165,8 +165,7 @@ TEST_F(Headwaterd, TakesSignalsInItsMainThreadAlone) {
     }
   }
   EXPECT_GT(others, 0);
-  process_->Signal(SIGTERM);
-  EXPECT_EQ(Wait(), 0);
+  Stop();
 }
 
 // Sanitizers allocate in ways of their own.
@@ -174,10 +173,8 @@ TEST_F(Headwaterd, TakesSignalsInItsMainThreadAlone) {
 TEST_F(Headwaterd, RefusesPlannedMemoryAndEndsWithoutAnyOther) {
   constexpr int64_t kRows = int64_t{1} << 23;
   const std::string terabyte = std::to_string(int64_t{1} << 40);
-  Start({"--listen_addresses=unix:" + directory_ + "/socket", "--metrics_address=", "--engine=cpu", "--threads=1",
-         "--port_file=" + directory_ + "/ports", "--memory_budget_bytes=" + terabyte, "--max_join_bytes=" + terabyte,
+  Serve({"--engine=cpu", "--threads=1", "--memory_budget_bytes=" + terabyte, "--max_join_bytes=" + terabyte,
          "--max_micro_batch_rows=" + std::to_string(kRows), "--max_message_bytes=" + std::to_string(32 * kRows)});
-  ASSERT_EQ(Addresses(directory_ + "/ports").size(), 1U) << Err();
   // As `ulimit -v` would: so much and a quarter of a gibibyte.
   const std::string status = ReadFile("/proc/" + std::to_string(process_->pid()) + "/status");
   const size_t size = status.find("VmSize:");
@@ -186,7 +183,7 @@ TEST_F(Headwaterd, RefusesPlannedMemoryAndEndsWithoutAnyOther) {
   const rlimit limit = {bytes, bytes};
   ASSERT_EQ(prlimit(process_->pid(), RLIMIT_AS, &limit, nullptr), 0);
 
-  const auto channel = grpc::CreateChannel("unix:" + directory_ + "/socket", grpc::InsecureChannelCredentials());
+  const auto channel = grpc::CreateChannel(socket_, grpc::InsecureChannelCredentials());
   const auto heads = v1::HeadService::NewStub(channel);
   v1::CreateHeadRequest wanted;
   wanted.mutable_spec()->set_data_type(v1::DATA_TYPE_FLOAT32);
@@ -204,19 +201,9 @@ TEST_F(Headwaterd, RefusesPlannedMemoryAndEndsWithoutAnyOther) {
   EXPECT_TRUE(create("small", 8).ok());
 
   // Each row of a set that is announced takes a little.
-  grpc::ClientContext context;
-  v1::StreamTeacherResponse response;
-  const auto stream = v1::LossService::NewStub(channel)->StreamTeacher(&context, &response);
-  v1::StreamTeacherRequest request;
-  request.mutable_header()->set_tenant("tenants/default");
-  request.mutable_header()->set_join_key("key");
-  request.mutable_header()->set_total_row_count(kRows);
-  request.mutable_header()->set_data_type(v1::DATA_TYPE_FLOAT32);
-  request.mutable_header()->set_hidden_size(8);
-  stream->Write(request);
-  stream->WritesDone();
+  TeacherStream stream(*v1::LossService::NewStub(channel), TeacherHeader("key", kRows, 8));
   EXPECT_EQ(Wait(), 71) << Err();
-  EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(stream.End().error_code(), grpc::StatusCode::UNAVAILABLE);
   const std::string log = Err();
   const size_t line = log.find(" level=error event=out_of_memory ");
   ASSERT_NE(line, std::string::npos) << log;
@@ -225,12 +212,10 @@ TEST_F(Headwaterd, RefusesPlannedMemoryAndEndsWithoutAnyOther) {
 #endif
 
 TEST_F(Headwaterd, ReadsItsFlagsFromAFile) {
-  std::ofstream(directory_ + "/flags") << "--listen_addresses=unix:" << directory_ << "/socket\n--metrics_address=\n"
-                                       << "--port_file=" << directory_ << "/ports\n";
-  Start({"--flagfile=" + directory_ + "/flags"});
-  EXPECT_THAT(Addresses(directory_ + "/ports"), ElementsAre("unix:" + directory_ + "/socket")) << Err();
-  process_->Signal(SIGTERM);
-  EXPECT_EQ(Wait(), 0);
+  std::ofstream(Path("flags")) << "--listen_addresses=" << socket_ << "\n--metrics_address=\n--port_file=" << Path("ports") << "\n";
+  Start({"--flagfile=" + Path("flags")});
+  EXPECT_THAT(Addresses(), ElementsAre(socket_)) << Err();
+  Stop();
 }
 
 // Flags, separated by spaces, and part of what is said of them before anything is served.
@@ -240,7 +225,7 @@ struct Refusal {
 };
 
 TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
-  const std::string file = directory_ + "/file";
+  const std::string file = Path("file");
   std::ofstream(file) << "x";
   const std::string join = "--join=127.0.0.1:1 ";
   const std::vector<Refusal> refusals = {
@@ -287,7 +272,7 @@ TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
       {"--load_root=/nosuch", "load_root: expected a folder that can be read, got /nosuch: No such file"},
       {"--load_root=" + file, "got " + file + ": Not a directory"},
       {"--port_file=/nosuch/ports", "--port_file: cannot write into the folder of /nosuch/ports: No such"},
-      {"--port_file=" + directory_, "--port_file: cannot write " + directory_ + ": Is a directory"},
+      {"--port_file=" + folder_.path(), "--port_file: cannot write " + folder_.path() + ": Is a directory"},
       {"--engine=auto --algorithm_cache=/nosuch/a.json", "--algorithm_cache: cannot write into the folder"},
       {"--checkpoint_directory=" + file + "/c", file},
       {"--trace_dir=" + file + "/t", "trace_dir: cannot use " + file + "/t"},
@@ -300,7 +285,7 @@ TEST_F(Headwaterd, RefusesWhatItCannotDoWithOneSentence) {
   };
   for (const Refusal& refusal : refusals) {
     SCOPED_TRACE(refusal.flags);
-    std::vector<std::string> flags = {"--listen_addresses=unix:" + directory_ + "/socket", "--metrics_address="};
+    std::vector<std::string> flags = {"--listen_addresses=" + socket_, "--metrics_address="};
     std::istringstream words(refusal.flags);
     for (std::string flag; words >> flag;) flags.push_back(flag);
     EXPECT_EQ(Run(flags), 1);

@@ -70,290 +70,247 @@ const std::vector<std::string> kElsewhere = {"UNAUTHENTICATED", "PERMISSION_DENI
 
 // ---- what rows are made of -------------------------------------------------------------------------------------------
 
-using Rows = std::vector<ReasonRow>;
-
-void StageFirst(Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true}), "STAGED STAGED"); }
-
 // A checkpoint `other` of a head `aux` of another spec, and then the head that Head() makes.
 void SaveAnotherAux(Trial& t) {
   const TestHead other = t.server().MakeHead("aux", SmallSpec(13, 4));
-  v1::SaveCheckpointRequest save;
-  save.set_name(other.name());
-  save.set_epoch(other.head.epoch());
-  save.set_checkpoint("other");
-  Require(t.server().Call(&Heads::SaveCheckpoint, save), "SaveCheckpoint");
-  v1::DeleteHeadRequest remove;
-  remove.set_name(other.name());
-  Require(t.server().Call(&Heads::DeleteHead, remove), "DeleteHead");
+  Require(t.server().Save(other, "other"), "SaveCheckpoint");
+  t.server().Must(&Heads::DeleteHead, RequestOn<v1::DeleteHeadRequest>(other));
   t.Head("aux");
 }
 
 // ---- the table -------------------------------------------------------------------------------------------------------
 
-Rows RequestRows() {
-  Rows rows;
-  rows.push_back({"VOCAB_SIZE_MISMATCH",
-                  [](Trial& t) {
-                    return t.SubmitEdited({.id = 0}, [&t](v1::MicroBatchHeader& header) {
-                      v1::LossTerm* const term = header.mutable_terms(0);
-                      term->mutable_jensen_shannon();
-                      term->mutable_teacher_hidden()->set_head(t.Head("teacher").name());
-                      term->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
-                    });
-                  },
-                  [](Trial& t) { t.Head("teacher"); },
-                  {.specs = {{"teacher", FrozenSpec(12)}}}});
-  rows.push_back(
-      {"CHECKPOINT_SPEC_MISMATCH", [](Trial& t) { return t.Restore("other", "aux"); }, SaveAnotherAux, {.checkpoints = true}});
-  rows.push_back({"FILE_CORRUPT",
-                  [](Trial& t) {
-                    v1::LoadWeightsRequest request;
-                    request.set_name(t.Head().name());
-                    request.set_epoch(t.Head().head.epoch());
-                    request.set_path("garbage.safetensors");
-                    return t.Tell(t.server().Call(&Heads::LoadWeights, request));
-                  },
-                  [](Trial& t) { std::ofstream(t.directory() + "/garbage.safetensors") << "garbage"; },
-                  {.checkpoints = true}});
-  rows.push_back({"DISK_FULL",
-                  [](Trial& t) {
-                    disk_is_full = true;
-                    const std::string answer = t.Save("too-much");
-                    const WireError error = t.last_error();
-                    disk_is_full = false;
-                    EXPECT_EQ(t.Restore("too-much"), "CHECKPOINT_NOT_FOUND");
-                    return t.Tell(error, answer);
-                  },
-                  nullptr,
-                  {.checkpoints = true}});
-  return rows;
+std::vector<ReasonRow> RequestRows() {
+  return {
+      {"VOCAB_SIZE_MISMATCH",
+       [](Trial& t) {
+         return t.Submit({.id = 0},
+                         [&t](v1::MicroBatchHeader& header) { SetTeacher(header.mutable_terms(0), t.Head("teacher").name()); });
+       },
+       [](Trial& t) { t.Head("teacher"); },
+       {.specs = {{"teacher", FrozenSpec(12)}}}},
+      {"CHECKPOINT_SPEC_MISMATCH", [](Trial& t) { return t.Restore("other", "aux"); }, SaveAnotherAux, {.checkpoints = true}},
+      {"FILE_CORRUPT",
+       [](Trial& t) {
+         auto request = RequestOn<v1::LoadWeightsRequest>(t.Head());
+         request.set_path("garbage.safetensors");
+         return t.Tell(t.server().Call(&Heads::LoadWeights, request));
+       },
+       [](Trial& t) { std::ofstream(t.directory() + "/garbage.safetensors") << "garbage"; },
+       {.checkpoints = true}},
+      {"DISK_FULL",
+       [](Trial& t) {
+         disk_is_full = true;
+         const std::string answer = t.Save("too-much");
+         const WireError error = t.last_error();
+         disk_is_full = false;
+         EXPECT_EQ(t.Restore("too-much"), "CHECKPOINT_NOT_FOUND");
+         return t.Tell(error, answer);
+       },
+       nullptr,
+       {.checkpoints = true}},
+  };
 }
 
-Rows StepStateRows() {
+std::vector<ReasonRow> StepStateRows() {
   v1::HeadSpec no_optimizer = SmallSpec();
   no_optimizer.clear_optimizer();
-  Rows rows;
-  rows.push_back({"STEP_SEALED", [](Trial& t) { return t.Submit({.id = 0}); }, [](Trial& t) { EXPECT_EQ(t.Seal({}), "OK"); }});
-  rows.push_back({"WEIGHTS_NOT_LOADED", [](Trial& t) {
-                    TestHead empty;
-                    Require(t.server().Create("tenants/default/heads/empty", SmallSpec(), &empty.head), "CreateHead");
-                    return t.Tell(t.server().Compute(CrossEntropyHeader(empty, 0, 0, {1, 2, 3}), Trial::RowsOf({})).status);
-                  }});
-  rows.push_back({"MICRO_BATCH_UNCOMMITTED", [](Trial& t) { return t.Seal({.ids = {0}}); }, StageFirst});
-  rows.push_back({"MICRO_BATCH_UNEXPECTED", [](Trial& t) { return t.Seal({}); }, SubmitFirst});
-  rows.push_back(
-      {"OPTIMIZER_NOT_CONFIGURED", [](Trial& t) { return t.Apply({}); }, nullptr, {.specs = {{"student", no_optimizer}}}});
-  rows.push_back({"NON_FINITE_VALUES", [](Trial& t) { return t.Submit({.id = 0, .refuse_non_finite = true, .has_nan = true}); }});
-  rows.push_back({"NON_FINITE_GRADIENT", [](Trial& t) { return t.Apply({.ids = {0}}); },
-                  [](Trial& t) {
-                    const LossReply reply = t.Compute({.id = 0, .has_nan = true});
-                    EXPECT_EQ(reply.summary.terms(0).non_finite_row_count(), 1);
-                    v1::SealStepRequest seal;
-                    *seal.mutable_head() = t.server().At(t.Head(), 0);
-                    seal.mutable_expected()->mutable_ids()->add_ids(0);
-                    v1::SealStepResponse sealed;
-                    EXPECT_EQ(ReasonOf(t.server().Call(&Heads::SealStep, seal, &sealed)), "OK");
-                    EXPECT_GT(sealed.non_finite_count(), 0);
-                    EXPECT_EQ(sealed.totals().non_finite_row_count(), 1);
-                  }});
-  rows.push_back({"STEP_LOST",
-                  [](Trial& t) { return t.Submit({.id = 0}); },
-                  [](Trial& t) {
-                    EXPECT_EQ(t.Save("s0"), "OK");
-                    t.Restart();
-                  },
-                  {.checkpoints = true}});
-  rows.push_back(
-      {"STEP_CONFLICT", [](Trial& t) { return t.Apply({.learning_rate = 0.5}); }, [](Trial& t) { EXPECT_EQ(t.Apply({}), "OK"); }});
-  rows.push_back({"ATTEMPT_SUPERSEDED", [](Trial& t) { return t.Submit({.id = 0, .attempt = 1, .explicit_commit = true}); },
-                  [](Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .attempt = 2, .explicit_commit = true}), "STAGED STAGED"); }});
-  rows.push_back({"MICRO_BATCH_DISCARDED", [](Trial& t) { return t.Submit({.id = 0}); },
-                  [](Trial& t) { EXPECT_EQ(t.Discard({.id = 0}), "OK"); }});
-  rows.push_back({"MICRO_BATCH_IN_PROGRESS", [](Trial& t) {
-                    t.server().gate().Close();
-                    const auto first = t.Open({.id = 0, .explicit_commit = true}, 3);
-                    t.server().gate().AwaitWaiting();
-                    const std::string answer = t.Submit({.id = 0, .explicit_commit = true});
-                    t.CancelHeld(*first);
-                    t.server().gate().Open();
-                    EXPECT_TRUE(t.NothingInFlight());
-                    return answer;
-                  }});
-  rows.push_back(
+  return {
+      {"STEP_SEALED", [](Trial& t) { return t.Submit({.id = 0}); }, [](Trial& t) { EXPECT_EQ(t.Seal({}), "OK"); }},
+      {"WEIGHTS_NOT_LOADED",
+       [](Trial& t) {
+         TestHead empty;
+         Require(t.server().Create("tenants/default/heads/empty", SmallSpec(), &empty.head), "CreateHead");
+         return t.Tell(t.server().Compute(CrossEntropyHeader(empty, 0, 0, {1, 2, 3}), Trial::RowsOf({})).status);
+       }},
+      {"MICRO_BATCH_UNCOMMITTED", [](Trial& t) { return t.Seal({.ids = {0}}); }, StageFirst},
+      {"MICRO_BATCH_UNEXPECTED", [](Trial& t) { return t.Seal({}); }, SubmitFirst},
+      {"OPTIMIZER_NOT_CONFIGURED", [](Trial& t) { return t.Apply({}); }, nullptr, {.specs = {{"student", no_optimizer}}}},
+      {"NON_FINITE_VALUES", [](Trial& t) { return t.Submit({.id = 0, .refuse_non_finite = true, .has_nan = true}); }},
+      {"NON_FINITE_GRADIENT", [](Trial& t) { return t.Apply({.ids = {0}}); },
+       [](Trial& t) {
+         const LossReply reply = t.Compute({.id = 0, .has_nan = true});
+         EXPECT_EQ(reply.summary.terms(0).non_finite_row_count(), 1);
+         const v1::SealStepResponse sealed =
+             t.server().Must(&Heads::SealStep, RequestOn<v1::SealStepRequest>(t.Head(), StepEnd{.ids = {0}}));
+         EXPECT_GT(sealed.non_finite_count(), 0);
+         EXPECT_EQ(sealed.totals().non_finite_row_count(), 1);
+       }},
+      {"STEP_LOST",
+       [](Trial& t) { return t.Submit({.id = 0}); },
+       [](Trial& t) {
+         EXPECT_EQ(t.Save("s0"), "OK");
+         t.Restart();
+       },
+       {.checkpoints = true}},
+      {"STEP_CONFLICT", [](Trial& t) { return t.Apply({.learning_rate = 0.5}); }, [](Trial& t) { EXPECT_EQ(t.Apply({}), "OK"); }},
+      {"ATTEMPT_SUPERSEDED", [](Trial& t) { return t.Submit({.id = 0, .attempt = 1, .explicit_commit = true}); },
+       [](Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .attempt = 2, .explicit_commit = true}), "STAGED STAGED"); }},
+      {"MICRO_BATCH_DISCARDED", [](Trial& t) { return t.Submit({.id = 0}); },
+       [](Trial& t) { EXPECT_EQ(t.Discard({.id = 0}), "OK"); }},
+      {"MICRO_BATCH_IN_PROGRESS",
+       [](Trial& t) {
+         t.server().gate().Close();
+         const auto first = t.Open({.id = 0, .explicit_commit = true}, 3);
+         t.server().gate().AwaitWaiting();
+         const std::string answer = t.Submit({.id = 0, .explicit_commit = true});
+         t.CancelHeld(*first);
+         t.server().gate().Open();
+         EXPECT_TRUE(t.server().AwaitNothingInFlight());
+         return answer;
+       }},
       {"NOT_SESSION_OWNER", [](Trial& t) { return t.Commit({.id = 0, .session = t.OpenSession()}); },
-       [](Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true, .session = t.OpenSession()}), "STAGED STAGED"); }});
-  return rows;
-}
-
-Rows ServerStateRows() {
-  Rows rows;
-  TrialSetup ordered;
-  ordered.adjust = [](ServerSetup& setup) {
-    setup.options.deterministic = setup.engine.deterministic = true;
-    setup.options.limits.ordered_window = 1;
+       [](Trial& t) { EXPECT_EQ(t.Submit({.id = 0, .explicit_commit = true, .session = t.OpenSession()}), "STAGED STAGED"); }},
   };
-  rows.push_back({"ORDERED_WINDOW_FULL", [](Trial& t) { return t.Submit({.id = 2}); },
-                  [](Trial& t) { EXPECT_EQ(t.Submit({.id = 1, .explicit_commit = true}), "STAGED HELD"); }, ordered});
-  rows.push_back({"ORDER_PASSED", [](Trial& t) { return t.Submit({.id = 0, .attempt = 1}); },
-                  [](Trial& t) {
-                    t.Discard({.id = 0});
-                    EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED HELD");
-                  },
-                  ordered});
-  rows.push_back({"STAGING_FULL", [](Trial& t) { return t.Submit({.id = 1, .explicit_commit = true}); }, StageFirst});
-  rows.push_back({"QUEUE_FULL",
-                  [](Trial& t) {
-                    const auto first = t.Open({.id = 0, .step = 1}, 3);
-                    EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 1));
-                    const std::string answer = t.Submit({.id = 1, .step = 1});
-                    t.Cancel(*first);
-                    EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 0));
-                    return answer;
-                  },
-                  nullptr,
-                  {.adjust = [](ServerSetup& setup) { setup.options.limits.max_waiting_calls = 1; }}});
-  rows.push_back({"QUOTA_EXCEEDED",
-                  [](Trial& t) {
-                    v1::Head unused;
-                    return t.Tell(t.server().Create("tenants/default/heads/second", SmallSpec(), &unused));
-                  },
-                  nullptr,
-                  {.adjust = [](ServerSetup& setup) { setup.options.limits.max_heads_per_tenant = 1; }}});
-  rows.push_back({"IN_FLIGHT_BYTES_EXCEEDED",
-                  [](Trial& t) {
-                    const auto first = t.Open({.id = 0}, 1);
-                    EXPECT_TRUE(t.AwaitMetric("headwater_in_flight_bytes", 120));
-                    const std::string answer = t.Submit({.id = 1});
-                    const WireError error = t.last_error();
-                    EXPECT_EQ(error.at("requestedBytes"), "120");
-                    EXPECT_EQ(error.at("availableBytes"), "0");
-                    EXPECT_TRUE(error.retry_ms.has_value());
-                    t.Cancel(*first);
-                    EXPECT_TRUE(t.NothingInFlight());
-                    // What could never fit is not worth waiting for.
-                    const LossReply never = t.server().Compute(CrossEntropyHeader(t.Head(), 0, 1, {1, 2, 3, 4}), "");
-                    EXPECT_EQ(DecodeError(never.status).at("limit"), "max_micro_batch_bytes");
-                    return t.Tell(error, answer);
-                  },
-                  nullptr,
-                  {.adjust = [](ServerSetup& setup) {
-                    setup.options.limits.max_micro_batch_bytes = 60;
-                    setup.options.limits.max_in_flight_bytes = 120;
-                  }}});
-  rows.push_back({.reason = "DRAINING",
-                  .provoke =
-                      [](Trial& t) {
-                        const auto accepted = t.Open({.id = 0}, 1);
-                        EXPECT_TRUE(t.AwaitMetric("headwater_in_flight_bytes", 120));
-                        // They wait for what the drain lets nobody send.
-                        auto early = std::async(std::launch::async, [&t] { return t.Submit({.id = 0, .step = 1}); });
-                        auto seal = std::async(std::launch::async, [&t] { return t.Seal({.ids = {5}, .wait = true}); });
-                        EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 2));
-                        auto drained =
-                            std::async(std::launch::async, [&t] { return t.server().server().Drain(absl::Seconds(20)); });
-                        std::string answer;
-                        EXPECT_TRUE(Await([&] {
-                          answer = t.GetStep();
-                          return answer != "OK";
-                        }));
-                        const WireError error = t.last_error();
-                        EXPECT_TRUE(error.retry_ms.has_value());
-                        for (const char* const service :
-                             {"", "headwater.v1.LossService", "headwater.v1.HeadService", "headwater.v1.SessionService"}) {
-                          EXPECT_EQ(Health(t.server().NewChannel(), service), 2) << service;
-                        }
-                        EXPECT_EQ(early.get(), "DRAINING");
-                        EXPECT_EQ(seal.get(), "DRAINING");
-                        accepted->SendRest();
-                        EXPECT_EQ(accepted->Answer(), "COMMITTED DIRECT");
-                        EXPECT_TRUE(drained.get());
-                        return t.Tell(error, answer);
-                      },
-                  .no_state = true});
-  rows.push_back({.reason = "STARTING",
-                  .provoke =
-                      [](Trial& t) {
-                        const std::string answer = t.KeepAlive(std::string(32, 's'));
-                        EXPECT_TRUE(t.last_error().retry_ms.has_value());
-                        grpc::ClientContext context;
-                        EXPECT_EQ(ReasonOf(EndOf(*t.server().loss().TransferRows(&context))), "STARTING");
-                        EXPECT_TRUE(t.server().server().BecomeReady().ok());
-                        SubmitFirst(t);
-                        return answer;
-                      },
-                  .setup = {.adjust = [](ServerSetup& setup) { setup.ready = false; }},
-                  .no_state = true});
-  rows.push_back({"SHARD_NOT_READY", [](Trial& t) {
-                    t.fault().Fail(ShardPhase::kPrepare, t.last_rank());
-                    const std::string answer = t.Submit({.id = 0});
-                    t.fault().Clear();
-                    return answer;
-                  }});
-  rows.push_back({"ENGINE_FAILED", [](Trial& t) {
-                    t.fault().Fail(ShardPhase::kAct, t.last_rank());
-                    const std::string answer = t.Submit({.id = 0, .explicit_commit = true});
-                    t.fault().Clear();
-                    return answer;
-                  }});
-  rows.push_back({"INTERNAL", [](Trial& t) {
-                    t.server().gate().FailNext(absl::UnknownError("a secret of the server"));
-                    const std::string answer = t.Submit({.id = 0, .explicit_commit = true});
-                    EXPECT_THAT(t.last_error().message, Not(::testing::HasSubstr("secret")));
-                    return answer;
-                  }});
-  rows.push_back({"CANCELLED", [](Trial& t) {
-                    // A second stream takes an upload over: the first one is cancelled by the server.
-                    grpc::ClientContext contexts[2];
-                    v1::UploadWeightsRequest request;
-                    *request.mutable_header() = UploadHeader(t.Head().head, "by-hand");
-                    v1::UploadWeightsResponse response;
-                    const auto first = t.server().heads().UploadWeights(&contexts[0]);
-                    EXPECT_TRUE(first->Write(request) && first->Read(&response));
-                    const auto second = t.server().heads().UploadWeights(&contexts[1]);
-                    EXPECT_TRUE(second->Write(request) && second->Read(&response));
-                    request.mutable_chunk()->set_data("1234");
-                    first->Write(request);
-                    first->WritesDone();
-                    const std::string answer = t.Tell(first->Finish());
-                    const WireError error = t.last_error();
-                    contexts[1].TryCancel();
-                    second->Finish();
-                    return t.Tell(error, answer);
-                  }});
-  rows.push_back({.reason = "DEADLINE_EXCEEDED",
-                  .provoke =
-                      [](Trial& t) {
-                        t.deadline_ms = 60;
-                        const std::string answer = t.Submit({.id = 0, .step = 1});
-                        EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 0));
-                        return answer;
-                      },
-                  .by_grpc = true});
-  const auto impatient = [](ServerSetup& setup) { setup.options.limits.max_stripe_wait = absl::Milliseconds(20); };
-  rows.push_back({.reason = "STRIPE_LOST",
-                  .provoke =
-                      [](Trial& t) {
-                        // Its second stream never comes, and the first one brings nothing.
-                        v1::ComputeLossRequest request;
-                        *request.mutable_header() = t.HeaderOf({.id = 0});
-                        request.mutable_header()->set_transfer_id(std::string(16, 't'));
-                        request.mutable_header()->set_stripe_count(2);
-                        grpc::ClientContext context;
-                        const auto primary = t.server().loss().ComputeLoss(&context);
-                        primary->Write(request);
-                        v1::ComputeLossResponse response;
-                        EXPECT_FALSE(primary->Read(&response));
-                        const std::string answer = t.Tell(primary->Finish());
-                        EXPECT_TRUE(t.NothingInFlight());
-                        return answer;
-                      },
-                  .setup = {.adjust = impatient}});
-  return rows;
 }
 
-Rows AllRows() {
-  Rows rows = RequestRows();
-  for (const Rows& more : {StepStateRows(), ServerStateRows()}) rows.insert(rows.end(), more.begin(), more.end());
+std::vector<ReasonRow> ServerStateRows() {
+  TrialSetup ordered = {.server = WithLimit(&service::Limits::ordered_window, 1)};
+  ordered.server.options.deterministic = ordered.server.engine.deterministic = true;
+  return {
+      {"ORDERED_WINDOW_FULL", [](Trial& t) { return t.Submit({.id = 2}); },
+       [](Trial& t) { EXPECT_EQ(t.Submit({.id = 1, .explicit_commit = true}), "STAGED HELD"); }, ordered},
+      {"ORDER_PASSED", [](Trial& t) { return t.Submit({.id = 0, .attempt = 1}); },
+       [](Trial& t) {
+         t.Discard({.id = 0});
+         EXPECT_EQ(t.Submit({.id = 1}), "COMMITTED HELD");
+       },
+       ordered},
+      {"STAGING_FULL", [](Trial& t) { return t.Submit({.id = 1, .explicit_commit = true}); }, StageFirst},
+      {"QUEUE_FULL",
+       [](Trial& t) {
+         const auto first = t.Open({.id = 0, .step = 1}, 3);
+         EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 1));
+         const std::string answer = t.Submit({.id = 1, .step = 1});
+         t.Cancel(*first);
+         EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 0));
+         return answer;
+       },
+       nullptr,
+       {.server = WithLimit(&service::Limits::max_waiting_calls, 1)}},
+      {"QUOTA_EXCEEDED",
+       [](Trial& t) { return t.Tell(t.server().Create("tenants/default/heads/second", SmallSpec())); },
+       nullptr,
+       {.server = WithLimit(&service::Limits::max_heads_per_tenant, 1)}},
+      {"IN_FLIGHT_BYTES_EXCEEDED",
+       [](Trial& t) {
+         const auto first = t.Open({.id = 0}, 1);
+         EXPECT_TRUE(t.AwaitMetric("headwater_in_flight_bytes", 120));
+         const std::string answer = t.Submit({.id = 1});
+         const WireError error = t.last_error();
+         EXPECT_EQ(error.at("requestedBytes"), "120");
+         EXPECT_EQ(error.at("availableBytes"), "0");
+         EXPECT_TRUE(error.retry_ms.has_value());
+         t.Cancel(*first);
+         EXPECT_TRUE(t.server().AwaitNothingInFlight());
+         // What could never fit is not worth waiting for.
+         const LossReply never = t.server().Compute(CrossEntropyHeader(t.Head(), 0, 1, {1, 2, 3, 4}), "");
+         EXPECT_EQ(DecodeError(never.status).at("limit"), "max_micro_batch_bytes");
+         return t.Tell(error, answer);
+       },
+       nullptr,
+       {.server = WithLimit(&service::Limits::max_micro_batch_bytes, 60, WithLimit(&service::Limits::max_in_flight_bytes, 120))}},
+      {.reason = "DRAINING",
+       .provoke =
+           [](Trial& t) {
+             const auto accepted = t.Open({.id = 0}, 1);
+             EXPECT_TRUE(t.AwaitMetric("headwater_in_flight_bytes", 120));
+             // They wait for what the drain lets nobody send.
+             auto early = std::async(std::launch::async, [&t] { return t.Submit({.id = 0, .step = 1}); });
+             auto seal = std::async(std::launch::async, [&t] { return t.Seal({.ids = {5}, .wait = true}); });
+             EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 2));
+             auto drained = std::async(std::launch::async, [&t] { return t.server().server().Drain(absl::Seconds(20)); });
+             std::string answer;
+             EXPECT_TRUE(Await([&] {
+               answer = t.GetStep();
+               return answer != "OK";
+             }));
+             const WireError error = t.last_error();
+             EXPECT_TRUE(error.retry_ms.has_value());
+             for (const char* const service :
+                  {"", "headwater.v1.LossService", "headwater.v1.HeadService", "headwater.v1.SessionService"}) {
+               EXPECT_EQ(Health(t.server().NewChannel(), service), 2) << service;
+             }
+             EXPECT_EQ(early.get(), "DRAINING");
+             EXPECT_EQ(seal.get(), "DRAINING");
+             accepted->SendRest();
+             EXPECT_EQ(accepted->Answer(), "COMMITTED DIRECT");
+             EXPECT_TRUE(drained.get());
+             return t.Tell(error, answer);
+           },
+       .no_state = true},
+      {.reason = "STARTING",
+       .provoke =
+           [](Trial& t) {
+             const std::string answer = t.KeepAlive(std::string(32, 's'));
+             EXPECT_TRUE(t.last_error().retry_ms.has_value());
+             grpc::ClientContext context;
+             EXPECT_EQ(ReasonOf(EndOf(*t.server().loss().TransferRows(&context))), "STARTING");
+             EXPECT_TRUE(t.server().server().BecomeReady().ok());
+             SubmitFirst(t);
+             return answer;
+           },
+       .setup = {.server = {.ready = false}},
+       .no_state = true},
+      {"SHARD_NOT_READY",
+       [](Trial& t) {
+         t.fault().Fail(ShardPhase::kPrepare, t.last_rank());
+         const std::string answer = t.Submit({.id = 0});
+         t.fault().Clear();
+         return answer;
+       }},
+      {"ENGINE_FAILED",
+       [](Trial& t) {
+         t.fault().Fail(ShardPhase::kAct, t.last_rank());
+         const std::string answer = t.Submit({.id = 0, .explicit_commit = true});
+         t.fault().Clear();
+         return answer;
+       }},
+      {"INTERNAL",
+       [](Trial& t) {
+         t.server().gate().FailNext(absl::UnknownError("a secret of the server"));
+         const std::string answer = t.Submit({.id = 0, .explicit_commit = true});
+         EXPECT_THAT(t.last_error().message, Not(::testing::HasSubstr("secret")));
+         return answer;
+       }},
+      {"CANCELLED",
+       [](Trial& t) {
+         // A second stream takes an upload over: the first one is cancelled by the server.
+         UploadStream first(t.server().heads(), UploadHeader(t.Head().head, "by-hand"));
+         UploadStream second(t.server().heads(), UploadHeader(t.Head().head, "by-hand"));
+         EXPECT_TRUE(first.resume_offset == 0 && second.resume_offset == 0);
+         first.Send(0, "1234");
+         const std::string answer = t.Tell(first.End());
+         second.Cancel();
+         return answer;
+       }},
+      {.reason = "DEADLINE_EXCEEDED",
+       .provoke =
+           [](Trial& t) {
+             t.deadline_ms = 60;
+             const std::string answer = t.Submit({.id = 0, .step = 1});
+             EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 0));
+             return answer;
+           },
+       .by_grpc = true},
+      {"STRIPE_LOST",
+       [](Trial& t) {
+         // Its second stream never comes, and the first one brings nothing.
+         v1::MicroBatchHeader header = t.HeaderOf({.id = 0});
+         header.set_transfer_id(std::string(16, 't'));
+         header.set_stripe_count(2);
+         const std::string answer = t.Tell(OpenStream(t.server().loss(), header).End());
+         EXPECT_TRUE(t.server().AwaitNothingInFlight());
+         return answer;
+       },
+       nullptr,
+       {.server = WithLimit(&service::Limits::max_stripe_wait, absl::Milliseconds(20))}},
+  };
+}
+
+std::vector<ReasonRow> AllRows() {
+  std::vector<ReasonRow> rows = RequestRows();
+  for (const auto& more : {StepStateRows(), ServerStateRows()}) rows.insert(rows.end(), more.begin(), more.end());
   return rows;
 }
 
@@ -400,9 +357,7 @@ TEST(ReasonTable, HasARowForEveryReason) {
   std::map<std::string, int> row_counts;
   for (const ReasonRow& row : AllRows()) ++row_counts[row.reason];
   for (const std::string& reason : kElsewhere) ++row_counts[reason];
-  for (const auto& bad : {LossServiceBadValues(), HeadServiceBadValues(), SessionServiceBadValues()}) {
-    for (const BadValue& row : bad) row_counts.try_emplace(row.reason, 1);
-  }
+  for (const BadValue& row : AllBadValues()) row_counts.try_emplace(row.reason, 1);
   const google::protobuf::EnumDescriptor& reasons = *v1::ErrorReason_descriptor();
   const std::string prefix = "ERROR_REASON_";
   for (int i = 0; i < reasons.value_count(); ++i) {

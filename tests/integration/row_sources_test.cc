@@ -23,12 +23,9 @@
 namespace headwater::testing {
 namespace {
 
-constexpr int64_t kColumns = 5;
 constexpr int64_t kTeacherColumns = 4;
 
-std::string Rows(int64_t row_count, int64_t columns = kColumns, uint32_t seed = 5) {
-  return Bytes(Random(static_cast<size_t>(row_count * columns), seed, 1));
-}
+std::string TeacherRows(int64_t row_count) { return Rows(row_count, 9, kTeacherColumns); }
 
 // A file under /dev/shm that is registered by name.
 class NamedMemory {
@@ -58,9 +55,7 @@ class NamedMemory {
     request.set_session_id(session);
     request.set_shared_memory_name(name_);
     request.set_size_bytes(bytes_);
-    v1::RegisterSharedMemoryResponse response;
-    Require(server.Call(&Sessions::RegisterSharedMemory, request, &response), "RegisterSharedMemory");
-    return response.region_id();
+    return server.Must(&Sessions::RegisterSharedMemory, request).region_id();
   }
 
  private:
@@ -87,43 +82,24 @@ class RowSources : public ::testing::Test {
   }
   v1::MicroBatchHeader Jsd(const TestHead& head, int64_t micro_batch, int64_t row_count) {
     v1::MicroBatchHeader header = Header(head, micro_batch, row_count);
-    header.mutable_terms(0)->mutable_jensen_shannon();
     header.mutable_terms(0)->clear_targets();
-    header.mutable_terms(0)->mutable_teacher_hidden()->set_head(teacher_.name());
-    header.mutable_terms(0)->mutable_teacher_hidden()->set_data_type(v1::DATA_TYPE_FLOAT32);
+    SetTeacher(header.mutable_terms(0), teacher_.name());
     return header;
   }
-  static v1::StreamTeacherHeader TeacherHeader(const std::string& key, int64_t total, const std::vector<int32_t>& indices = {}) {
-    v1::StreamTeacherHeader header;
-    header.set_join_key(key);
-    header.set_total_row_count(total);
-    header.set_data_type(v1::DATA_TYPE_FLOAT32);
-    header.set_hidden_size(kTeacherColumns);
-    header.set_tenant("tenants/default");
-    if (!indices.empty()) *header.mutable_row_indices() = Int32Tensor(indices);
+  static v1::StreamTeacherHeader JoinHeader(const std::string& key, int64_t total, const std::vector<int32_t>& indices = {}) {
+    v1::StreamTeacherHeader header = TeacherHeader(key, total, kTeacherColumns);
+    if (!indices.empty()) *header.mutable_row_indices() = TensorOf(indices);
     return header;
   }
   static v1::RowChunk TeacherChunk(const std::string& rows, int64_t row_start, int64_t row_end) {
-    constexpr int64_t kRowBytes = kTeacherColumns * 4;
-    const std::string part =
-        rows.substr(static_cast<size_t>(row_start * kRowBytes), static_cast<size_t>((row_end - row_start) * kRowBytes));
-    v1::RowChunk chunk = HiddenChunk(part, row_start, row_end - row_start);
+    v1::RowChunk chunk = ChunkOf(rows, kTeacherColumns * 4, row_start, row_end - row_start);
     chunk.set_role(v1::CHUNK_ROLE_TEACHER_HIDDEN);
     return chunk;
   }
   grpc::Status StreamChunks(const v1::StreamTeacherHeader& header, const std::vector<v1::RowChunk>& chunks) {
-    grpc::ClientContext context;
-    v1::StreamTeacherResponse response;
-    const auto stream = server_->loss().StreamTeacher(&context, &response);
-    v1::StreamTeacherRequest request;
-    *request.mutable_header() = header;
-    stream->Write(request);
-    for (const v1::RowChunk& chunk : chunks) {
-      *request.mutable_chunk() = chunk;
-      stream->Write(request);
-    }
-    stream->WritesDone();
-    return stream->Finish();
+    TeacherStream stream(server_->loss(), header);
+    for (const v1::RowChunk& chunk : chunks) stream.Send(chunk);
+    return stream.End();
   }
   // In two chunks, the second one first.
   grpc::Status StreamTeacher(const v1::StreamTeacherHeader& header, const std::string& rows) {
@@ -160,7 +136,7 @@ TEST_F(RowSources, RowsAndGradientInARegionAreTheSameMicroBatch) {
     EXPECT_TRUE(shared.grad_hidden.empty());
     const std::string gradient = server_->Gradient(head);
     // By gRPC it is a repeat: the digest is the same.
-    const LossReply repeat = server_->Compute(Header(head, 0, rows), Rows(rows), "", {.chunk_rows = 1000});
+    const LossReply repeat = server_->Compute(Header(head, 0, rows), Rows(rows), {.chunk_rows = 1000});
     EXPECT_TRUE(repeat.summary.replayed());
     EXPECT_EQ(repeat.summary.digest(), shared.summary.digest());
     ExpectSame(shared, repeat, memory.Get(64 + bytes, bytes));
@@ -179,20 +155,20 @@ TEST_F(RowSources, ATeachersRowsMayLieInARegionToo) {
   const TestHead head = server_->MakeHead("h", SmallSpec());
   constexpr int64_t kRows = 2000;
   NamedMemory memory(kRows * kTeacherColumns * 4);
-  memory.Put(Rows(kRows, kTeacherColumns, 9), 0);
+  memory.Put(TeacherRows(kRows), 0);
   v1::MicroBatchHeader header = Jsd(head, 0, kRows);
   header.set_session_id(session_);
   Place(header.mutable_terms(0)->mutable_teacher_hidden()->mutable_rows(), memory.Register(*server_, session_));
-  const LossReply mixed = server_->MustCompute(header, Rows(kRows), "", {.chunk_rows = 500});
+  const LossReply mixed = server_->MustCompute(header, Rows(kRows), {.chunk_rows = 500});
   EXPECT_EQ(mixed.summary.transport(), "grpc");  // the hidden states' path
-  const LossReply plain = server_->Compute(Jsd(head, 0, kRows), Rows(kRows), Rows(kRows, kTeacherColumns, 9), {.chunk_rows = 500});
+  const SendOptions send = {.chunk_rows = 500, .teacher_rows = {{0, TeacherRows(kRows)}}};
+  const LossReply plain = server_->Compute(Jsd(head, 0, kRows), Rows(kRows), send);
   EXPECT_TRUE(plain.summary.replayed());
   EXPECT_EQ(plain.summary.digest(), mixed.summary.digest());
   ExpectSame(mixed, plain, mixed.grad_hidden);
   // Chunks of what lies elsewhere are refused.
   header.set_micro_batch(1);
-  EXPECT_EQ(ReasonOf(server_->Compute(header, Rows(kRows), Rows(kRows, kTeacherColumns, 9), {.chunk_rows = 500}).status),
-            "PROTOCOL_VIOLATION");
+  EXPECT_EQ(ReasonOf(server_->Compute(header, Rows(kRows), send).status), "PROTOCOL_VIOLATION");
 }
 
 TEST_F(RowSources, WhatIsHeldOutlivesTheRegion) {
@@ -200,7 +176,7 @@ TEST_F(RowSources, WhatIsHeldOutlivesTheRegion) {
   const TestHead head = server_->MakeHead("h", SmallSpec());
   const TestHead witness = server_->MakeHead("witness", SmallSpec());
   constexpr int64_t kRows = 3;
-  ASSERT_EQ(ReasonOf(server_->Compute(Header(witness, 0, kRows), Rows(kRows)).status), "OK");
+  server_->MustCompute(Header(witness, 0, kRows), Rows(kRows));
   NamedMemory memory(kRows * kColumns * 4);
   memory.Put(Rows(kRows), 0);
   v1::MicroBatchHeader header = Header(head, 0, kRows);
@@ -211,8 +187,8 @@ TEST_F(RowSources, WhatIsHeldOutlivesTheRegion) {
   const LossReply held = server_->MustCompute(header, "");
   EXPECT_EQ(held.summary.form(), v1::CONTRIBUTION_FORM_HELD);
   memory.Put(std::string(kRows * kColumns * 4, '\1'), 0);  // the client's again
-  EXPECT_EQ(ReasonOf(server_->Commit(head, 0, 0, 1, session_)), "OK");
-  EXPECT_EQ(Floats(server_->Gradient(head)), Floats(server_->Gradient(witness)));
+  EXPECT_EQ(ReasonOf(server_->Commit(head, {.id = 0, .session = session_})), "OK");
+  EXPECT_TRUE(server_->Gradient(head) == server_->Gradient(witness));
 }
 
 // A client's memory, passed by its descriptor. It stays mapped for the call whose client dies, and leaves nothing behind.
@@ -235,40 +211,30 @@ TEST_F(RowSources, APassedRegionGoesWithItsSessionAndItsCalls) {
     EXPECT_EQ(answer.code, 0u) << answer.message;
     request.set_descriptor_token(answer.token);
   }
-  v1::RegisterSharedMemoryResponse registered;
-  Require(server_->Call(&Sessions::RegisterSharedMemory, request, &registered), "RegisterSharedMemory");
-  EXPECT_EQ(server_->MetricLine("headwater_region_bytes{kind=\"shared\"}"), "headwater_region_bytes{kind=\"shared\"} 4096");
+  const std::string region = server_->Must(&Sessions::RegisterSharedMemory, request).region_id();
+  EXPECT_EQ(server_->Metric("headwater_region_bytes{kind=\"shared\"}"), "4096");
   v1::MicroBatchHeader header = Header(head, 0, 3);
   header.set_session_id(session_);
-  Place(header.mutable_hidden_rows(), registered.region_id());
-  Place(header.mutable_grad_hidden_rows(), registered.region_id(), 64);
+  Place(header.mutable_hidden_rows(), region);
+  Place(header.mutable_grad_hidden_rows(), region, 64);
   // Rows in a region take none of the server's memory, but the copies of those that will be held do.
   v1::MicroBatchHeader held = header;
   held.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
   held.set_late_token_factors(true);
-  const WireError error = DecodeError(server_->Compute(held, "").status);
-  EXPECT_EQ(error.at("limit"), "max_in_flight_bytes");
-  EXPECT_EQ(error.at("actual"), "60");
+  ExpectError(server_->Compute(held, "").status, "LIMIT_EXCEEDED", {{"limit", "max_in_flight_bytes"}, {"actual", "60"}});
 
   server_->gate().Close();
   std::thread call([&] { server_->Compute(header, ""); });
   server_->gate().AwaitWaiting();
-  std::thread close([&] {  // waits for the head, which computes
-    v1::CloseSessionRequest end;
-    end.set_session_id(session_);
-    EXPECT_EQ(ReasonOf(server_->Call(&Sessions::CloseSession, end)), "OK");
-  });
-  const auto regions = [&](int count) {
-    return server_->MetricLine("headwater_regions{kind=\"shared\"}") == absl::StrCat("headwater_regions{kind=\"shared\"} ", count);
-  };
+  std::thread close([&] { EXPECT_EQ(ReasonOf(server_->CloseSession(session_)), "OK"); });  // waits for the head, which computes
   v1::KeepAliveRequest alive;
   alive.set_session_id(session_);
   EXPECT_TRUE(Await([&] { return ReasonOf(server_->Call(&Sessions::KeepAlive, alive)) == "SESSION_NOT_FOUND"; }));
-  EXPECT_TRUE(regions(1));  // in use
+  EXPECT_EQ(server_->Metric("headwater_regions{kind=\"shared\"}"), "1");  // in use
   server_->gate().Open();
   call.join();
   close.join();
-  EXPECT_TRUE(Await([&] { return regions(0); }));
+  EXPECT_TRUE(server_->AwaitMetric("headwater_regions{kind=\"shared\"}", 0));
   EXPECT_TRUE(server_->AwaitNothingInFlight());
   EXPECT_TRUE(Await([&] { return OpenDescriptors() <= before + 1; }));  // the test's own
 }
@@ -301,25 +267,21 @@ TEST_F(RowSources, RangesThatCannotBeUsedAreRefused) {
 
 TEST_F(RowSources, ATeachersRowsGoWithTheirSession) {
   Start();
-  v1::StreamTeacherHeader header = TeacherHeader("key", 8, {0, 1, 2});
+  v1::StreamTeacherHeader header = JoinHeader("key", 8, {0, 1, 2});
   header.set_session_id(session_);
-  ASSERT_EQ(ReasonOf(StreamTeacher(header, Rows(3, kTeacherColumns))), "OK");
-  EXPECT_NE(server_->MetricLine("headwater_join_bytes"), "headwater_join_bytes 0");
-  v1::CloseSessionRequest close;
-  close.set_session_id(session_);
-  ASSERT_EQ(ReasonOf(server_->Call(&Sessions::CloseSession, close)), "OK");
-  EXPECT_EQ(server_->MetricLine("headwater_join_bytes"), "headwater_join_bytes 0");
-  EXPECT_EQ(ReasonOf(StreamTeacher(header, Rows(3, kTeacherColumns))), "SESSION_NOT_FOUND");
+  ASSERT_EQ(ReasonOf(StreamTeacher(header, TeacherRows(3))), "OK");
+  EXPECT_NE(server_->Metric("headwater_join_bytes"), "0");
+  ASSERT_EQ(ReasonOf(server_->CloseSession(session_)), "OK");
+  EXPECT_EQ(server_->Metric("headwater_join_bytes"), "0");
+  EXPECT_EQ(ReasonOf(StreamTeacher(header, TeacherRows(3))), "SESSION_NOT_FOUND");
 }
 
 TEST_F(RowSources, ATeachersRowsThatDoNotFitAreRefused) {
   Start(WithLimit(&service::Limits::max_join_bytes, 16 * (kTeacherColumns * 4 + 128)));
-  const std::string rows = Rows(2, kTeacherColumns);
-  ASSERT_EQ(ReasonOf(StreamTeacher(TeacherHeader("key", 8, {0, 1}), rows)), "OK");  // of 16 rows 14 may still come
-  const WireError error = DecodeError(StreamTeacher(TeacherHeader("large", 15), ""));
-  EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
-  EXPECT_EQ(error.retry_ms, 50);
-  const v1::StreamTeacherHeader header = TeacherHeader("key", 8, {2, 3});
+  const std::string rows = TeacherRows(2);
+  ASSERT_EQ(ReasonOf(StreamTeacher(JoinHeader("key", 8, {0, 1}), rows)), "OK");  // of 16 rows 14 may still come
+  EXPECT_EQ(ExpectError(StreamTeacher(JoinHeader("large", 15), ""), "IN_FLIGHT_BYTES_EXCEEDED").retry_ms, 50);
+  const v1::StreamTeacherHeader header = JoinHeader("key", 8, {2, 3});
   v1::RowChunk chunk = TeacherChunk(rows, 0, 2);
   chunk.set_role(v1::CHUNK_ROLE_HIDDEN);
   EXPECT_EQ(ReasonOf(StreamChunks(header, {chunk})), "INVALID_FIELD");
@@ -331,23 +293,12 @@ TEST_F(RowSources, ATeachersRowsThatDoNotFitAreRefused) {
 
 // Twice as many streams as threads.
 TEST_F(RowSources, TeachersThatWaitHoldNoThread) {
-  struct Teacher {
-    grpc::ClientContext context;
-    v1::StreamTeacherResponse response;
-    std::unique_ptr<grpc::ClientWriter<v1::StreamTeacherRequest>> writer;
-  };
   constexpr int kRowBytes = kTeacherColumns * 4 + 128;
   ServerSetup setup = WithLimit(&service::Limits::max_join_bytes, 16 * kRowBytes);
   setup.options.max_threads = 8;
   Start(setup);
-  std::deque<Teacher> teachers(16);
-  for (size_t i = 0; i < teachers.size(); ++i) {
-    Teacher& teacher = teachers[i];
-    teacher.writer = server_->loss().StreamTeacher(&teacher.context, &teacher.response);
-    v1::StreamTeacherRequest request;
-    *request.mutable_header() = TeacherHeader(absl::StrCat("key", i), 1);
-    ASSERT_TRUE(teacher.writer->Write(request));
-  }
+  std::deque<TeacherStream> teachers;
+  for (int i = 0; i < 16; ++i) teachers.emplace_back(server_->loss(), JoinHeader(absl::StrCat("key", i), 1));
   ASSERT_TRUE(server_->AwaitMetric("headwater_join_bytes", 16 * kRowBytes));
   // A cancelled stream withdraws its rows.
   for (size_t i = 0; i < 8; ++i) {
@@ -357,13 +308,9 @@ TEST_F(RowSources, TeachersThatWaitHoldNoThread) {
   EXPECT_TRUE(server_->AwaitMetric("headwater_join_bytes", 8 * kRowBytes));
   EXPECT_TRUE(server_->AwaitMetric("headwater_requests_total{code=\"CANCELLED\",method=\"StreamTeacher\"}", 8));
   for (size_t i = 8; i < teachers.size(); ++i) {
-    Teacher& teacher = teachers[i];
-    v1::StreamTeacherRequest request;
-    *request.mutable_chunk() = TeacherChunk(Rows(1, kTeacherColumns), 0, 1);
-    EXPECT_TRUE(teacher.writer->Write(request));
-    teacher.writer->WritesDone();
-    EXPECT_EQ(ReasonOf(teacher.writer->Finish()), "OK");
-    EXPECT_EQ(teacher.response.row_count(), 1);
+    EXPECT_TRUE(teachers[i].Send(TeacherChunk(TeacherRows(1), 0, 1)));
+    EXPECT_EQ(ReasonOf(teachers[i].End()), "OK");
+    EXPECT_EQ(teachers[i].response.row_count(), 1);
   }
 }
 

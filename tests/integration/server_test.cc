@@ -1,12 +1,16 @@
-// The server around the handlers: limits at and above, metrics, traces, request ids, start and options.
+// The server around the handlers: limits at and above, metrics, traces, request ids, start and options, and the loss of its device.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
+#include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "headwater/kernels/error.h"
 #include "tests/integration/support/open_stream.h"
 #include "tests/integration/support/raw_call.h"
 #include "tests/integration/support/wire_server.h"
@@ -20,17 +24,11 @@ using ::testing::Not;
 
 TEST(Reflection, IsThereOnlyIfAskedFor) {
   const std::string method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
-  WireServer without;
+  WireServer without;  // access_test.cc has one with it
   EXPECT_EQ(CallRaw(without.NewChannel(), method, {""}).status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
-  ServerSetup setup;
-  setup.options.reflection = true;
-  WireServer with(setup);
-  const RawReply reply = CallRaw(with.NewChannel(), method, {"\x3a\x01*"});
-  EXPECT_EQ(reply.status.error_code(), grpc::StatusCode::OK);
-  EXPECT_THAT(reply.answer, HasSubstr("headwater.v1.LossService"));
 }
 
-// bad_values_*.cc has those of which the usual value is tried.
+// bad_values_table.cc has those of which the usual value is tried.
 TEST(Limits, AreAcceptedAtTheLimitAndRefusedOneAbove) {
   ServerSetup setup;
   service::Limits& limits = setup.options.limits;
@@ -40,33 +38,24 @@ TEST(Limits, AreAcceptedAtTheLimitAndRefusedOneAbove) {
   limits.max_step_micro_batches = 4;
   limits.max_heads = 3;
   WireServer server(setup);
-  const auto expect_limit = [](const grpc::Status& status, const std::string& limit, const std::string& maximum,
-                               const std::string& actual) {
-    const WireError error = DecodeError(status);
-    EXPECT_EQ(error.code, grpc::StatusCode::INVALID_ARGUMENT);
-    EXPECT_EQ(error.reason, "LIMIT_EXCEEDED");
-    EXPECT_EQ(error.at("limit"), limit);
-    EXPECT_EQ(error.at("maximum"), maximum);
-    EXPECT_EQ(error.at("actual"), actual);
-  };
-  v1::Head unused;
   v1::HeadSpec spec = SmallSpec(16, 8);
   spec.set_staging_slots(3);
   const TestHead head = server.MakeHead("h", spec);
   spec.set_staging_slots(4);
-  expect_limit(server.Create("tenants/default/heads/x", spec, &unused), "max_staging_slots", "3", "4");
+  ExpectError(server.Create("tenants/default/heads/x", spec), "LIMIT_EXCEEDED",
+              {{"limit", "max_staging_slots"}, {"maximum", "3"}, {"actual", "4"}});
   // Two rows of 32 bytes are a chunk at the limit.
   const auto compute = [&](int64_t id, int64_t chunk_rows) {
     const v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, id, std::vector<int32_t>(12, 1));
-    return server.Compute(header, Bytes(Random(96, 1, 1)), "", {.chunk_rows = chunk_rows}).status;
+    return server.Compute(header, Rows(12, 1, 8), {.chunk_rows = chunk_rows}).status;
   };
-  expect_limit(compute(0, 3), "max_chunk_bytes", "64", "96");
+  ExpectError(compute(0, 3), "LIMIT_EXCEEDED", {{"limit", "max_chunk_bytes"}, {"maximum", "64"}, {"actual", "96"}});
   for (const int64_t id : {0, 1, 2, 3}) EXPECT_EQ(ReasonOf(compute(id, 2)), "OK");
   EXPECT_EQ(ReasonOf(compute(4, 2)), "LIMIT_EXCEEDED");
-  EXPECT_EQ(ReasonOf(server.Seal(head, 0, {0, 1, 2, 3, 4})), "LIMIT_EXCEEDED");
-  EXPECT_EQ(ReasonOf(server.Seal(head, 0, {0, 1, 2, 3})), "OK");
+  EXPECT_EQ(ReasonOf(server.Seal(head, {.ids = {0, 1, 2, 3, 4}})), "LIMIT_EXCEEDED");
+  EXPECT_EQ(ReasonOf(server.Seal(head, {.ids = {0, 1, 2, 3}})), "OK");
   for (const char* const id : {"second", "third"}) server.MakeHead(id, SmallSpec());
-  EXPECT_EQ(ReasonOf(server.Create("tenants/default/heads/fourth", SmallSpec(), &unused)), "QUOTA_EXCEEDED");
+  EXPECT_EQ(ReasonOf(server.Create("tenants/default/heads/fourth", SmallSpec())), "QUOTA_EXCEEDED");
 }
 
 TEST(Limits, OfAMessageAreGrpcs) {
@@ -76,13 +65,12 @@ TEST(Limits, OfAMessageAreGrpcs) {
   limits.max_message_bytes = 1 << 18;
   limits.max_micro_batch_rows = 1024;
   limits.max_hidden_size = 64;
-  WireServer server(setup);
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  const std::string before = server.Snapshot(head);
-  OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 0, {1}), std::string(1 << 18, 'x'), 1);
+  HeadServer server(setup);
+  const std::string before = server.Snapshot(server.head);
+  OpenStream call(server.loss(), CrossEntropyHeader(server.head, 0, 0, {1}), std::string(1 << 18, 'x'), 1);
   call.stream->WritesDone();
   EXPECT_FALSE(call.End().ok());
-  EXPECT_EQ(server.Snapshot(head), before);
+  EXPECT_EQ(server.Snapshot(server.head), before);
 }
 
 TEST(Sessions, LeasesAreAtMostTheServers) {
@@ -90,18 +78,16 @@ TEST(Sessions, LeasesAreAtMostTheServers) {
   for (const int64_t asked_s : {0, 60}) {  // 0: not asked; the default is 30 s
     v1::OpenSessionRequest request;
     if (asked_s > 0) request.mutable_lease()->set_seconds(asked_s);
-    v1::OpenSessionResponse opened;
-    Require(server.Call(&Sessions::OpenSession, request, &opened), "OpenSession");
-    EXPECT_EQ(opened.lease().seconds(), 20);
+    EXPECT_EQ(server.Must(&Sessions::OpenSession, request).lease().seconds(), 20);
   }
 }
 
 TEST(RequestIds, AreTakenOverOrMade) {
-  WireServer server;
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  const std::string rows = Bytes(Random(5, 1, 1));
+  HeadServer server;
   const auto id_of = [&](const std::string& sent) {
-    const LossReply reply = server.Compute(CrossEntropyHeader(head, 0, 0, {1}), rows, "", {.request_id = sent});
+    SendOptions send;
+    if (!sent.empty()) send.metadata = {{"x-request-id", sent}};
+    const LossReply reply = server.Compute(CrossEntropyHeader(server.head, 0, 0, {1}), Rows(1), send);
     const auto found = reply.initial_metadata.find("x-request-id");
     return found == reply.initial_metadata.end() ? "" : found->second;
   };
@@ -114,26 +100,20 @@ TEST(RequestIds, AreTakenOverOrMade) {
 }
 
 TEST(Metrics, TellWhatHappened) {
-  ServerSetup setup;
-  setup.options.metrics_address = "127.0.0.1:0";
-  WireServer server(setup);
+  WireServer server(WithOption(&service::ServerOptions::metrics_address, "127.0.0.1:0"));
   const TestHead head = server.MakeHead("secret-name", SmallSpec());
   v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, {1, -100, 3});
-  const std::string rows = Bytes(Random(15, 1, 1));
-  Require(server.Compute(header, rows).status, "committed");
-  Require(server.Compute(header, rows).status, "replayed");
-  EXPECT_FALSE(server.Compute(header, Bytes(Random(15, 2, 1))).status.ok());
+  const std::string rows = Rows(3);
+  server.MustCompute(header, rows);  // committed
+  server.MustCompute(header, rows);  // replayed
+  EXPECT_FALSE(server.Compute(header, Rows(3, 2)).status.ok());
   header.set_micro_batch(1);
   header.set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-  Require(server.Compute(header, rows).status, "staged");
-  Require(server.Discard(head, 0, 1), "discarded");
+  server.MustCompute(header, rows);  // staged
+  Require(server.Discard(head, {.id = 1}), "discarded");
   header.mutable_terms(0)->mutable_head()->set_step(9);
   EXPECT_FALSE(server.Compute(header, rows).status.ok());
-  v1::ApplyOptimizerStepRequest apply;
-  *apply.mutable_head() = server.At(head, 0);
-  apply.mutable_expected()->set_count(1);
-  apply.set_learning_rate(0.1);
-  Require(server.Apply(apply), "applied");
+  server.Must(&Heads::ApplyOptimizerStep, RequestOn<v1::ApplyOptimizerStepRequest>(head, StepEnd{.ids = {0}}));
 
   ASSERT_NE(server.server().metrics_port(), 0);
   const std::string text = server.server().SerializeMetrics();
@@ -172,10 +152,10 @@ TEST(Metrics, TellWhatHappened) {
   EXPECT_THAT(text, HasSubstr("headwater_product_flops_per_second "));  // measured
   header.set_micro_batch(2);
   header.mutable_terms(0)->mutable_head()->set_step(1);
-  Require(server.Compute(header, rows).status, "staged");
-  Require(server.Commit(head, 1, 2, 1), "committed");
-  EXPECT_EQ(server.MetricLine("headwater_commit_seconds_count"), "headwater_commit_seconds_count 1");
-  EXPECT_NE(server.MetricLine("headwater_compute_busy_seconds_total"), "headwater_compute_busy_seconds_total 0");
+  server.MustCompute(header, rows);  // staged
+  Require(server.Commit(head, {.id = 2, .step = 1}), "committed");
+  EXPECT_EQ(server.Metric("headwater_commit_seconds_count"), "1");
+  EXPECT_NE(server.Metric("headwater_compute_busy_seconds_total"), "0");
 }
 
 constexpr char kTraceId[] = "0af7651916cd43dd8448eb211c80319c";
@@ -196,25 +176,17 @@ std::string AwaitTrace(const std::string& folder, size_t count) {
 TEST(Traces, OfMicroBatchesAreWrittenIfTheCallerRecordsThem) {
   constexpr int64_t kRows = 3000;  // enough for the engine to take them as they come
   const TemporaryDirectory folder;
-  ServerSetup setup;
-  setup.options.trace_dir = folder.path();
-  WireServer server(setup);
+  WireServer server(WithOption(&service::ServerOptions::trace_dir, folder.path()));
   const TestHead head = server.MakeHead("traced", SmallSpec());
-  const auto compute = [&](int64_t micro_batch, const char* flags, bool is_explicit, int seed = 1) {
-    grpc::ClientContext context;
-    context.AddMetadata("x-request-id", "request-of-the-test");
-    context.AddMetadata("traceparent", std::string("00-") + kTraceId + "-b7ad6b7169203331-" + flags);
-    const auto stream = server.loss().ComputeLoss(&context);
-    v1::ComputeLossRequest request;
-    *request.mutable_header() = CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kRows, 1));
-    if (is_explicit) request.mutable_header()->set_commit_mode(v1::COMMIT_MODE_EXPLICIT);
-    stream->Write(request);
-    *request.mutable_chunk() = HiddenChunk(Bytes(Random(kRows * 5, seed, 1)), 0, kRows);
-    stream->Write(request);
-    stream->WritesDone();
-    return EndOf(*stream);
+  const auto traceparent = [](const char* flags) { return std::string("00-") + kTraceId + "-b7ad6b7169203331-" + flags; };
+  const auto compute = [&](int64_t micro_batch, const char* flags, v1::CommitMode commit_mode, int seed = 1) {
+    v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kRows, 1));
+    header.set_commit_mode(commit_mode);
+    const SendOptions send = {.chunk_rows = kRows,
+                              .metadata = {{"x-request-id", "request-of-the-test"}, {"traceparent", traceparent(flags)}}};
+    return server.Compute(header, Rows(kRows, seed), send).status;
   };
-  Require(compute(0, "01", false), "recorded");
+  Require(compute(0, "01", v1::COMMIT_MODE_EAGER), "recorded");
   const std::string trace = AwaitTrace(folder.path(), 1);
   for (const char* part :
        {kTraceId, "\"parent_span_id\":\"b7ad6b7169203331\"", "\"request_id\":\"request-of-the-test\"", "\"method\":\"ComputeLoss\"",
@@ -223,17 +195,14 @@ TEST(Traces, OfMicroBatchesAreWrittenIfTheCallerRecordsThem) {
         "\"transport\":\"grpc\"", "\"head\":\"tenants/default/heads/traced\""}) {
     EXPECT_THAT(trace, HasSubstr(part));
   }
-  Require(compute(1, "00", false), "not recorded");
-  EXPECT_FALSE(compute(0, "03", false, /*seed=*/2).ok());  // other rows; what is refused is traced, too
+  Require(compute(1, "00", v1::COMMIT_MODE_EAGER), "not recorded");
+  EXPECT_FALSE(compute(0, "03", v1::COMMIT_MODE_EAGER, /*seed=*/2).ok());  // other rows; what is refused is traced, too
   EXPECT_THAT(AwaitTrace(folder.path(), 2), HasSubstr("\"reason\":\"MICRO_BATCH_CONFLICT\""));
-  Require(compute(2, "00", true), "staged");
+  Require(compute(2, "00", v1::COMMIT_MODE_EXPLICIT), "staged");
   grpc::ClientContext context;
-  context.AddMetadata("traceparent", std::string("00-") + kTraceId + "-b7ad6b7169203331-01");
-  v1::CommitMicroBatchRequest commit;
-  *commit.add_heads() = server.At(head, 0);
-  commit.set_micro_batch(2);
-  commit.set_factor(1);
+  context.AddMetadata("traceparent", traceparent("01"));
   v1::CommitMicroBatchResponse response;
+  const auto commit = RequestOn<v1::CommitMicroBatchRequest>(head, Decision{.id = 2});
   Require(server.loss().CommitMicroBatch(&context, commit, &response), "committed");
   const std::string committed = AwaitTrace(folder.path(), 3);
   EXPECT_THAT(committed, HasSubstr("\"name\":\"commit\""));
@@ -243,20 +212,15 @@ TEST(Traces, OfMicroBatchesAreWrittenIfTheCallerRecordsThem) {
 }
 
 TEST(Server, TellsTheProductRateThatItIsGiven) {
-  ServerSetup setup;
-  setup.options.product_tflops = 1.5;
-  WireServer server(setup);
+  WireServer server(WithOption(&service::ServerOptions::product_tflops, 1.5));
   EXPECT_THAT(server.server().SerializeMetrics(), HasSubstr("headwater_product_flops_per_second 1500000000000\n"));
   WireServer without;  // nobody scrapes it, so nothing is measured
   EXPECT_THAT(without.server().SerializeMetrics(), Not(HasSubstr("headwater_product_flops_per_second ")));
-  setup.options.product_tflops = -1;
-  EXPECT_THROW(WireServer refused(setup), std::runtime_error);
+  EXPECT_THROW(WireServer refused(WithOption(&service::ServerOptions::product_tflops, -1)), std::runtime_error);
 }
 
 TEST(Server, InDeterministicModeNeedsAnEngineThatIs) {
-  ServerSetup setup;
-  setup.options.deterministic = true;
-  EXPECT_THAT([&] { WireServer server(setup); },
+  EXPECT_THAT([] { WireServer server(WithOption(&service::ServerOptions::deterministic, true)); },
               ::testing::ThrowsMessage<std::runtime_error>(HasSubstr("EngineOptions::deterministic")));
 }
 
@@ -274,15 +238,13 @@ TEST(Server, RefusesCompressedMessages) {
 TEST(Server, TheLogOfAnAbandonedCallTellsWhetherItWasComputed) {
   ::testing::internal::CaptureStderr();
   {
-    WireServer server;
-    const TestHead head = server.MakeHead("h", SmallSpec());
-    const auto rows = [](int count) { return Bytes(Random(static_cast<size_t>(count) * 5, 5, 1)); };
-    OpenStream upload(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}), rows(1), 1);
+    HeadServer server;
+    OpenStream upload(server.loss(), CrossEntropyHeader(server.head, 0, 0, {1, 2, 3}), Rows(1), 1);
     EXPECT_TRUE(server.AwaitMetric("headwater_in_flight_bytes", 120));
     upload.Cancel();
     EXPECT_TRUE(server.AwaitNothingInFlight());
     server.gate().Close();
-    OpenStream call(server.loss(), CrossEntropyHeader(head, 0, 1, {1, 2, 3}), rows(3), 3);
+    OpenStream call(server.loss(), CrossEntropyHeader(server.head, 0, 1, {1, 2, 3}), Rows(3), 3);
     call.stream->WritesDone();
     server.gate().AwaitWaiting();
     EXPECT_TRUE(server.AwaitMetric("headwater_abandoned_calls", 0));
@@ -291,11 +253,117 @@ TEST(Server, TheLogOfAnAbandonedCallTellsWhetherItWasComputed) {
     server.gate().Open();
     EXPECT_TRUE(server.AwaitNothingInFlight());
     EXPECT_TRUE(server.AwaitMetric("headwater_abandoned_calls", 0));
-    EXPECT_EQ(server.Find(head, 1).state(), v1::CONTRIBUTION_STATE_COMMITTED);
+    EXPECT_EQ(server.Find(server.head, 1).state(), v1::CONTRIBUTION_STATE_COMMITTED);
   }
   const std::string log = ::testing::internal::GetCapturedStderr();
   EXPECT_THAT(log, HasSubstr("went away; nothing was added"));
   EXPECT_THAT(log, HasSubstr("went away; it had been computed: GetStep tells whether its micro-batch is in"));
+}
+
+// ---- an engine whose device is lost ------------------------------------------------------------------------------------------
+
+// Health tells at once, every call in progress and every new one is answered ENGINE_FAILED, whatever it was doing, and the server
+// can be drained. What the process does then is tests/e2e/cpp/cuda_module_test.cc.
+absl::Status Illegal() {
+  return MakeError(ErrorReason::kEngineFailed, "an illegal memory access was encountered",
+                   {{"cudaError", "cudaErrorIllegalAddress"}});
+}
+
+class DeviceLost : public ::testing::Test {
+ protected:
+  DeviceLost() {
+    ServerSetup setup;
+    setup.options.on_engine_lost = [this](const absl::Status& lost) {
+      health_when_told_ = Health(server_->NewChannel(), "");
+      message_ = std::string(lost.message());
+      ++told_;
+    };
+    setup.options.limits.max_queue_depth = 8;
+    setup.options.queue_widths = {1, 1};
+    server_ = std::make_unique<WireServer>(setup);
+  }
+  int HealthOf(const std::string& service) { return Health(server_->NewChannel(), service); }
+  LossReply Compute(const TestHead& head, int64_t step = 0) {
+    return server_->Compute(CrossEntropyHeader(head, step, 0, {1, 2, 3}), Rows(3));
+  }
+  static void ExpectLost(const grpc::Status& status, const char* what) {
+    SCOPED_TRACE(what);
+    const WireError error = ExpectError(status, "ENGINE_FAILED", {{"cudaError", "cudaErrorIllegalAddress"}});
+    EXPECT_THAT(error.message, HasSubstr("the engine's device is lost"));
+    EXPECT_THAT(error.message, HasSubstr("an illegal memory access was encountered"));
+  }
+
+  std::atomic<int> told_{0};
+  std::atomic<int> health_when_told_{0};
+  std::string message_;  // read after told_
+  std::unique_ptr<WireServer> server_;
+};
+
+TEST_F(DeviceLost, HealthTellsBeforeTheCallThatMetItIsAnswered) {
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  EXPECT_EQ(ReasonOf(Compute(head).status), "OK");
+  EXPECT_EQ(HealthOf("headwater.v1.LossService"), 1);
+  server_->gate().Lose(Illegal());
+  ExpectLost(Compute(head).status, "the call that meets it");
+  for (const char* service :
+       {"", "headwater.v1.LossService", "headwater.v1.HeadService", "headwater.v1.SessionService", "headwater.v1.GroupService"}) {
+    EXPECT_EQ(HealthOf(service), 2) << service;
+  }
+  EXPECT_TRUE(Await([&] { return told_ == 1; }));  // by the watch that met it too, if that was a moment earlier
+  EXPECT_EQ(health_when_told_, 2);
+  EXPECT_EQ(server_->Metric("headwater_serving"), "0");
+  ExpectLost(server_->Create("tenants/default/heads/other", SmallSpec()), "a new call");
+  EXPECT_TRUE(server_->Call(&Sessions::GetServerInfo, {}).ok());  // tells about itself to the end
+  EXPECT_TRUE(server_->server().Drain(absl::Seconds(5)));
+  EXPECT_EQ(told_, 1);
+  EXPECT_THAT(message_, HasSubstr("illegal memory access"));
+}
+
+TEST_F(DeviceLost, AFailureThatTheDeviceSurvivesIsTheCallsAlone) {
+  const TestHead head = server_->MakeHead("h", SmallSpec());
+  server_->gate().FailNext(MakeError(ErrorReason::kEngineFailed, "shard 0 failed"));
+  EXPECT_THAT(ExpectError(Compute(head).status, "ENGINE_FAILED").message, HasSubstr("shard 0 failed"));
+  EXPECT_EQ(told_, 0);
+  EXPECT_EQ(HealthOf(""), 1);
+}
+
+// One call in the engine, one in the queue, one that waits for the next step, one seal, and one that still uploads.
+TEST_F(DeviceLost, EveryCallInProgressIsAnswered) {
+  const TestHead computing = server_->MakeHead("computing", SmallSpec());
+  const TestHead queued = server_->MakeHead("queued", SmallSpec());
+  const TestHead waiting = server_->MakeHead("waiting", SmallSpec());
+  const TestHead uploading = server_->MakeHead("uploading", SmallSpec());
+
+  const std::string row = Rows(1);
+  OpenStream upload(server_->loss(), CrossEntropyHeader(uploading, 0, 0, {1, 2, 3}), row, 1);
+  ASSERT_TRUE(server_->AwaitInFlight());
+
+  server_->gate().Close();
+  std::thread in_engine([&] { ExpectLost(Compute(computing).status, "in the engine"); });
+  server_->gate().AwaitWaiting();
+  std::thread in_queue([&] { ExpectLost(Compute(queued).status, "in the queue"); });
+  std::thread for_step([&] { ExpectLost(Compute(waiting, 1).status, "waiting for the next step"); });
+  std::thread for_seal([&] { ExpectLost(server_->Seal(waiting, {.ids = {3}, .wait = true}), "a seal that waits"); });
+  EXPECT_TRUE(server_->AwaitMetric("headwater_queue_depth", 1));
+  EXPECT_TRUE(server_->AwaitMetric("headwater_waiting_calls", 2));
+
+  // The gate stays closed: only the call in the engine has to wait for it.
+  server_->gate().Lose(Illegal());
+  in_queue.join();
+  for_step.join();
+  for_seal.join();
+  upload.Send(HiddenChunk(row, 1, 1));
+  ExpectLost(upload.End(), "in the middle of an upload");
+  server_->gate().Open();
+  in_engine.join();
+  EXPECT_TRUE(Await([&] { return told_ == 1; }));
+}
+
+TEST_F(DeviceLost, WhileTheServerStarts) {
+  WireServer server({.ready = false});
+  server.gate().Lose(Illegal());
+  EXPECT_FALSE(server.server().BecomeReady().ok());
+  EXPECT_EQ(Health(server.NewChannel(), ""), 2);
 }
 
 }  // namespace

@@ -24,14 +24,10 @@ using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-constexpr int64_t kColumns = 5;
 constexpr int64_t kRowBytes = kColumns * 4;
 
-std::string Rows(int64_t row_count, uint32_t seed = 5) { return Bytes(Random(static_cast<size_t>(row_count * kColumns), seed, 1)); }
-
 v1::RowChunk Chunk(const std::string& rows, int64_t row_start, int64_t row_count) {
-  return HiddenChunk(rows.substr(static_cast<size_t>(row_start * kRowBytes), static_cast<size_t>(row_count * kRowBytes)), row_start,
-                     row_count);
+  return ChunkOf(rows, kRowBytes, row_start, row_count);
 }
 
 // The bytes of grad_hidden, whichever streams its chunks come on.
@@ -76,13 +72,9 @@ v1::MicroBatchHeader Striped(v1::MicroBatchHeader header, const std::string& id,
 
 // Bytes of tensors that have come ("in") or been handed to streams ("out").
 int64_t TensorBytes(const WireServer& server, const std::string& direction) {
-  const std::string name = absl::StrCat("headwater_bytes_total{direction=\"", direction, "\",transport=\"grpc\"}");
-  const std::string line = server.MetricLine(name);
-  return line.empty() ? 0 : std::stoll(line.substr(name.size()));
+  const std::string bytes = server.Metric(absl::StrCat("headwater_bytes_total{direction=\"", direction, "\",transport=\"grpc\"}"));
+  return bytes.empty() ? 0 : std::stoll(bytes);
 }
-
-// A server on which what somebody waits for in vain does not take long.
-ServerSetup Impatient() { return WithLimit(&service::Limits::max_stripe_wait, absl::Milliseconds(100)); }
 
 class Stripes : public ::testing::Test {
  protected:
@@ -176,9 +168,7 @@ TEST_F(Stripes, HaveEachTheirIndex) {
   ASSERT_TRUE(Await([&] { return TensorBytes(*server_, "in") == before + 2 * kRowBytes; }));  // it is the one that has index 1
   // Both are refused; the transfer goes on.
   for (const int32_t index : {2, 1}) {
-    const WireError error = DecodeError(Stripe(*server_, Id('a'), index).End());
-    EXPECT_EQ(error.reason, "INVALID_FIELD") << index;
-    EXPECT_EQ(error.at("field"), "header.stripe_index") << index;
+    ExpectError(Stripe(*server_, Id('a'), index).End(), "INVALID_FIELD", {{"field", "header.stripe_index"}});
   }
   primary.Send(Chunk(rows, 2, 2));
   EXPECT_EQ(ReasonOf(primary.End()), "OK");
@@ -196,7 +186,7 @@ INSTANTIATE_TEST_SUITE_P(Moments, BrokenStripe,
 
 TEST_P(BrokenStripe, EndsTheAttemptAndChangesNothing) {
   // A stripe that goes before the primary stream comes leaves no trace: it is waited for in vain.
-  Start(GetParam() == Moment::kWaiting ? Impatient() : ServerSetup());
+  Start(GetParam() == Moment::kWaiting ? WithLimit(&service::Limits::max_stripe_wait, absl::Milliseconds(100)) : ServerSetup());
   constexpr int64_t kRows = 3000;  // so many that it may begin early, with nearly all of them
   const std::string rows = Rows(kRows);
   auto stripe = std::make_unique<Stripe>(*server_, Id('a'), 1);
@@ -212,9 +202,7 @@ TEST_P(BrokenStripe, EndsTheAttemptAndChangesNothing) {
     EXPECT_THAT(stripe->Cancel().error_code(), AnyOf(grpc::StatusCode::CANCELLED, grpc::StatusCode::ABORTED));
   }
   if (GetParam() == Moment::kComputing) server_->gate().Open();
-  const WireError error = DecodeError(primary.End());
-  EXPECT_EQ(error.reason, "STRIPE_LOST");
-  EXPECT_THAT(error.message, Not(HasSubstr("it had been computed")));
+  EXPECT_THAT(ExpectError(primary.End(), "STRIPE_LOST").message, Not(HasSubstr("it had been computed")));
   ExpectUnchangedAndServing(kRows);
 }
 
@@ -230,7 +218,7 @@ TEST_F(Stripes, ThePrimarysEndIsTheStripes) {
   ExpectUnchangedAndServing(4);
 }
 
-// bad_values_loss.cc has what is refused of a chunk, on the primary stream.
+// bad_values_table.cc has what is refused of a chunk, on the primary stream.
 TEST_F(Stripes, AChunkThatIsRefusedEndsTheTransfer) {
   const std::string rows = Rows(4);
   v1::RowChunk beyond = Chunk(rows, 3, 1);
@@ -285,18 +273,15 @@ constexpr int64_t kStalledRows = 3000;
 constexpr int64_t kRowsBefore = 2990;
 
 TEST_F(Stripes, ASlowUploaderHoldsNobodyUp) {
-  ServerSetup setup;
-  setup.options.queue_widths = {1, 1};  // one turn for everybody
-  Start(setup);
+  Start(WithOption(&service::ServerOptions::queue_widths, {1, 1}));  // one turn for everybody
   const std::string rows = Rows(kStalledRows);
   const TestHead witness = server_->MakeHead("witness", SmallSpec());
   // Whole with its only chunk, and of two streams, so that no stream's end is waited for: it cannot stall.
   const auto compute_at_once = [&](const TestHead& head, int64_t micro_batch, char letter) {
     const v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, micro_batch, std::vector<int32_t>(kStalledRows, 1));
-    return server_->Compute(Striped(header, Id(letter), 2), rows, "", {.chunk_rows = kStalledRows});
+    return server_->MustCompute(Striped(header, Id(letter), 2), rows, {.chunk_rows = kStalledRows});
   };
   const LossReply expected = compute_at_once(witness, 0, 'w');
-  ASSERT_EQ(ReasonOf(expected.status), "OK");
   for (const int32_t stripe_count : {1, 2}) {
     SCOPED_TRACE(stripe_count);
     v1::MicroBatchHeader header = Header(stripe_count, kStalledRows, Id('a'), 2);
@@ -311,12 +296,10 @@ TEST_F(Stripes, ASlowUploaderHoldsNobodyUp) {
     server_->gate().Open();
     // Another one of the same size goes through while the rest stays away, again and again.
     const TestHead other = server_->MakeHead(absl::StrCat("other", stripe_count), SmallSpec());
-    for (int64_t id = 0; id < 3; ++id) {
-      ASSERT_EQ(ReasonOf(compute_at_once(other, id, static_cast<char>('b' + 3 * stripe_count + id)).status), "OK");
-    }
+    for (int64_t id = 0; id < 3; ++id) compute_at_once(other, id, static_cast<char>('b' + 3 * stripe_count + id));
     EXPECT_EQ(server_->Find(head_, stripe_count).state(), v1::CONTRIBUTION_STATE_UNSPECIFIED);
-    EXPECT_EQ(server_->MetricLine("headwater_stalls_total"), absl::StrCat("headwater_stalls_total ", stripe_count));
-    EXPECT_EQ(server_->MetricLine("headwater_early_starts_total"), absl::StrCat("headwater_early_starts_total ", stripe_count));
+    EXPECT_EQ(server_->Metric("headwater_stalls_total"), absl::StrCat(stripe_count));
+    EXPECT_EQ(server_->Metric("headwater_early_starts_total"), absl::StrCat(stripe_count));
     slow.Send(Chunk(rows, kRowsBefore, kStalledRows - kRowsBefore));
     slow.stream->WritesDone();
     EXPECT_EQ(ReasonOf(slow.End()), "OK");
@@ -332,9 +315,8 @@ TEST_F(Stripes, ASlowUploaderHoldsNobodyUp) {
 // ---- clients that hang -----------------------------------------------------------------------------------------------
 
 TEST_F(Stripes, AStripeThatTakesNothingIsCutOff) {
-  ServerSetup setup;
-  setup.options.stream_idle_timeout = absl::Seconds(2);  // less than that between any two chunks that the test sends
-  server_ = std::make_unique<WireServer>(setup);
+  // Less than that between any two chunks that the test sends.
+  server_ = std::make_unique<WireServer>(WithOption(&service::ServerOptions::stream_idle_timeout, absl::Seconds(2)));
   const TestHead head = server_->MakeHead("h", SmallSpec(13, 64));
   constexpr int64_t kRows = 1 << 17;  // 32 MiB of grad_hidden: far more than flow control lets through unread
   constexpr int64_t kChunkRows = 1 << 13;
@@ -355,9 +337,8 @@ TEST_F(Stripes, AStripeThatTakesNothingIsCutOff) {
     absl::SleepFor(absl::Milliseconds(200));
     return false;
   }));
-  const WireError error = DecodeError(primary.End());
-  EXPECT_EQ(error.reason, "STRIPE_LOST");
-  EXPECT_THAT(error.message, HasSubstr("; it had been computed: GetStep tells whether its micro-batch is in"));
+  EXPECT_THAT(ExpectError(primary.End(), "STRIPE_LOST").message,
+              HasSubstr("; it had been computed: GetStep tells whether its micro-batch is in"));
   EXPECT_TRUE(server_->AwaitNothingInFlight());
   // It was committed before: the client finds it in the step.
   EXPECT_EQ(server_->Find(head, 0).state(), v1::CONTRIBUTION_STATE_COMMITTED);
@@ -375,8 +356,6 @@ TEST_F(Stripes, AByteNowAndThenIsNotEnough) {
   setup.options.stream_idle_timeout = absl::Milliseconds(200);
   setup.options.listen_addresses = {"127.0.0.1:0"};
   Start(setup);
-  const std::string& address = server_->server().addresses().front();
-  const int port = std::stoi(address.substr(address.rfind(':') + 1));
   v1::ComputeLossRequest header;
   *header.mutable_header() = CrossEntropyHeader(head_, 0, 0, {1, 2, 3});
   v1::ComputeLossRequest chunk;
@@ -387,11 +366,10 @@ TEST_F(Stripes, AByteNowAndThenIsNotEnough) {
                                             {"StreamTeacher", false}}) {
     SCOPED_TRACE(absl::StrCat(method, with_header ? " with its header" : ""));
     const std::string ended = absl::StrCat("headwater_requests_total{code=\"CANCELLED\",method=\"", method, "\"}");
-    const std::string ends_before = server_->MetricLine(ended);
-    Http2Client client(port);
-    ASSERT_TRUE(client.Send(kHttp2Preface + Http2Client::Encode({kSettingsFrame, 0, 0, ""}) +
-                            Http2Client::Encode({kHeadersFrame, kEndHeaders, 1, CallHeaders(method)})));
-    const auto send = [&client](const std::string& bytes) { client.Send(Http2Client::Encode({kDataFrame, 0, 1, bytes})); };
+    const std::string ends_before = server_->Metric(ended);
+    Http2Client client(server_->tcp_port());
+    ASSERT_TRUE(client.Send(Http2Start() + Http2Frame{kHeadersFrame, kEndHeaders, 1, CallHeaders(method)}.Encode()));
+    const auto send = [&client](const std::string& bytes) { client.Send(Http2Frame{kDataFrame, 0, 1, bytes}.Encode()); };
     if (with_header) send(Framed(header.SerializeAsString()));
     const std::string slowly = Framed((with_header ? chunk : header).SerializeAsString());
     // Each byte long before the timeout; the message would take five times as long.
@@ -399,7 +377,7 @@ TEST_F(Stripes, AByteNowAndThenIsNotEnough) {
     for (size_t i = 0; i < slowly.size() && !cut; ++i) {
       send(slowly.substr(i, 1));
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      cut = server_->MetricLine(ended) != ends_before;
+      cut = server_->Metric(ended) != ends_before;
     }
     EXPECT_TRUE(cut);
     EXPECT_TRUE(server_->AwaitNothingInFlight());

@@ -19,41 +19,6 @@ std::string Checksum(const std::string& bytes) {
   return std::string(reinterpret_cast<const char*>(canonical.digest), sizeof(canonical.digest));
 }
 
-grpc::Status SaveAs(WireServer& server, const TestHead& head, const std::string& checkpoint) {
-  v1::SaveCheckpointRequest request;
-  request.set_name(head.name());
-  request.set_epoch(head.head.epoch());
-  request.set_checkpoint(checkpoint);
-  return server.Call(&Heads::SaveCheckpoint, request);
-}
-
-// One upload stream, step by step.
-struct Upload {
-  grpc::ClientContext context;
-  std::unique_ptr<grpc::ClientReaderWriter<v1::UploadWeightsRequest, v1::UploadWeightsResponse>> stream;
-  int64_t resume_offset = -1;
-  v1::Head head;
-
-  Upload(WireServer& server, const v1::UploadWeightsHeader& header) : stream(server.heads().UploadWeights(&context)) {
-    v1::UploadWeightsRequest request;
-    *request.mutable_header() = header;
-    v1::UploadWeightsResponse response;
-    if (stream->Write(request) && stream->Read(&response)) resume_offset = response.resume_offset_bytes();
-  }
-  void Send(int64_t offset, const std::string& data) {
-    v1::UploadWeightsRequest request;
-    request.mutable_chunk()->set_offset_bytes(offset);
-    request.mutable_chunk()->set_data(data);
-    stream->Write(request);
-  }
-  grpc::Status End() {
-    stream->WritesDone();
-    v1::UploadWeightsResponse response;
-    while (stream->Read(&response)) head = response.head();
-    return stream->Finish();
-  }
-};
-
 class Weights : public ::testing::TestWithParam<int> {
  protected:
   ServerSetup MakeSetup() {
@@ -77,27 +42,24 @@ TEST_P(Weights, ACutUploadGoesOnWhereItStopped) {
   v1::UploadWeightsHeader header = UploadHeader(created, "u1");
   header.set_checksum(Checksum(bytes));
   {
-    Upload cut(server_, header);
+    UploadStream cut(server_.heads(), header);
     EXPECT_EQ(cut.resume_offset, 0);
     cut.Send(0, bytes.substr(0, 100));
     EXPECT_EQ(ReasonOf(cut.End()), "PROTOCOL_VIOLATION");  // 160 bytes are missing
   }
   EXPECT_EQ(server_.Get(created.name()).state(), v1::HEAD_STATE_LOADING);
   {
-    Upload cancelled(server_, header);
+    UploadStream cancelled(server_.heads(), header);
     EXPECT_EQ(cancelled.resume_offset, 100);
-    cancelled.context.TryCancel();
-    cancelled.End();
+    cancelled.Cancel();
   }
-  Upload resumed(server_, header);
+  UploadStream resumed(server_.heads(), header);
   ASSERT_EQ(resumed.resume_offset, 100);
   resumed.Send(100, bytes.substr(100));
   ASSERT_EQ(ReasonOf(resumed.End()), "OK");
   EXPECT_EQ(resumed.head.state(), v1::HEAD_STATE_READY);
   EXPECT_EQ(resumed.head.weight_checksum(), Checksum(bytes));
-  TestHead head;
-  head.head = resumed.head;
-  EXPECT_EQ(server_.Weights(head), bytes);
+  EXPECT_EQ(server_.Weights({.head = resumed.head}), bytes);
   EXPECT_THAT(server_.server().SerializeMetrics(), ::testing::HasSubstr("headwater_upload_bytes 0\n"));
 }
 
@@ -108,15 +70,15 @@ TEST_P(Weights, AnUploadsIdStandsForOneContent) {
   {
     v1::UploadWeightsHeader header = UploadHeader(head.head, "sum");
     header.set_checksum(std::string(16, '\1'));
-    Upload upload(server_, header);
+    UploadStream upload(server_.heads(), header);
     upload.Send(0, bytes);
     EXPECT_EQ(ReasonOf(upload.End()), "CHECKSUM_MISMATCH");
-    EXPECT_EQ(Upload(server_, header).resume_offset, 0);  // its bytes were wrong: they are gone
+    EXPECT_EQ(UploadStream(server_.heads(), header).resume_offset, 0);  // its bytes were wrong: they are gone
   }
-  Upload begun(server_, UploadHeader(head.head, "other"));
+  UploadStream begun(server_.heads(), UploadHeader(head.head, "other"));
   v1::UploadWeightsHeader header = UploadHeader(head.head, "other");
   header.set_checksum(Checksum(bytes));
-  EXPECT_EQ(ReasonOf(Upload(server_, header).End()), "INVALID_COMBINATION");
+  EXPECT_EQ(ReasonOf(UploadStream(server_.heads(), header).End()), "INVALID_COMBINATION");
   begun.context.TryCancel();
   EXPECT_EQ(server_.Snapshot(head), before);
 }
@@ -154,22 +116,17 @@ TEST_P(Weights, DownloadsResumeAnywhereOnAnElement) {
 }
 
 TEST(WeightsWithoutStorage, SayWhichFlagIsMissing) {
-  WireServer server;
-  const TestHead head = server.MakeHead("h", SmallSpec());
+  HeadServer server;
   const auto missing = [&](auto method, auto request) {
-    request.set_name(head.name());
-    if constexpr (requires { request.set_epoch(""); }) request.set_epoch(head.head.epoch());
     if constexpr (requires { request.set_checkpoint(""); }) request.set_checkpoint("c");
     if constexpr (requires { request.set_path(""); }) request.set_path("w.safetensors");
-    const WireError error = DecodeError(server.Call(method, request));
-    EXPECT_EQ(error.reason, "STORAGE_NOT_CONFIGURED");
-    return error.at("expected");
+    return ExpectError(server.Call(method, request), "STORAGE_NOT_CONFIGURED").at("expected");
   };
-  EXPECT_EQ(missing(&Heads::LoadWeights, v1::LoadWeightsRequest()), "--load_root");
-  EXPECT_EQ(missing(&Heads::SaveCheckpoint, v1::SaveCheckpointRequest()), "--checkpoint_directory");
-  EXPECT_EQ(missing(&Heads::ListCheckpoints, v1::ListCheckpointsRequest()), "--checkpoint_directory");
-  EXPECT_EQ(missing(&Heads::DeleteCheckpoint, v1::DeleteCheckpointRequest()), "--checkpoint_directory");
-  EXPECT_EQ(missing(&Heads::RestoreCheckpoint, v1::RestoreCheckpointRequest()), "--checkpoint_directory");
+  EXPECT_EQ(missing(&Heads::LoadWeights, RequestOn<v1::LoadWeightsRequest>(server.head)), "--load_root");
+  EXPECT_EQ(missing(&Heads::SaveCheckpoint, RequestOn<v1::SaveCheckpointRequest>(server.head)), "--checkpoint_directory");
+  EXPECT_EQ(missing(&Heads::ListCheckpoints, RequestOn<v1::ListCheckpointsRequest>(server.head)), "--checkpoint_directory");
+  EXPECT_EQ(missing(&Heads::DeleteCheckpoint, RequestOn<v1::DeleteCheckpointRequest>(server.head)), "--checkpoint_directory");
+  EXPECT_EQ(missing(&Heads::RestoreCheckpoint, RequestOn<v1::RestoreCheckpointRequest>(server.head)), "--checkpoint_directory");
 }
 
 TEST(WeightsInUpload, AreFourOfAHeadAndBoundedInBytes) {
@@ -179,54 +136,39 @@ TEST(WeightsInUpload, AreFourOfAHeadAndBoundedInBytes) {
   v1::Head other;
   Require(server.Create("tenants/default/heads/h", SmallSpec(), &head), "CreateHead");
   Require(server.Create("tenants/default/heads/other", SmallSpec(), &other), "CreateHead");
-  std::deque<Upload> uploads;
+  std::deque<UploadStream> uploads;
   for (const char* const id : {"a", "b", "c", "d"}) {
-    uploads.emplace_back(server, UploadHeader(head, id));
+    uploads.emplace_back(server.heads(), UploadHeader(head, id));
     EXPECT_EQ(uploads.back().resume_offset, 0) << id;
   }
   EXPECT_TRUE(server.AwaitMetric("headwater_upload_bytes", kMost));
-  WireError error = DecodeError(Upload(server, UploadHeader(head, "e")).End());
-  EXPECT_EQ(error.code, grpc::StatusCode::RESOURCE_EXHAUSTED);
-  EXPECT_EQ(error.reason, "QUOTA_EXCEEDED");
-  EXPECT_EQ(error.at("field"), "header.upload_id");
-  EXPECT_EQ(error.at("limit"), "uploads_per_head");
-  EXPECT_EQ(error.at("maximum"), "4");
-  EXPECT_EQ(error.at("actual"), "5");
-  error = DecodeError(Upload(server, UploadHeader(other, "e")).End());
-  EXPECT_EQ(error.reason, "IN_FLIGHT_BYTES_EXCEEDED");
-  EXPECT_EQ(error.at("maximum"), std::to_string(kMost));
-  for (Upload& upload : uploads) {
-    upload.context.TryCancel();
-    upload.End();
-  }
+  ExpectError(UploadStream(server.heads(), UploadHeader(head, "e")).End(), "QUOTA_EXCEEDED",
+              {{"field", "header.upload_id"}, {"limit", "uploads_per_head"}, {"maximum", "4"}, {"actual", "5"}});
+  ExpectError(UploadStream(server.heads(), UploadHeader(other, "e")).End(), "IN_FLIGHT_BYTES_EXCEEDED",
+              {{"maximum", std::to_string(kMost)}});
+  for (UploadStream& upload : uploads) upload.Cancel();
 }
 
 // ---- checkpoints, and heads that go ----------------------------------------------------------------------------------
 
 TEST(Checkpoints, AreListedByPageAndDamagedOnesCanBeDeleted) {
   const TemporaryDirectory root;
-  ServerSetup setup;
-  setup.options.checkpoint_directory = root.path();
-  WireServer server(setup);
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  for (const char* const id : {"zero", "one", "two"}) Require(SaveAs(server, head, id), "SaveCheckpoint");
+  HeadServer server(WithOption(&service::ServerOptions::checkpoint_directory, root.path()));
+  for (const char* const id : {"zero", "one", "two"}) Require(server.Save(server.head, id), "SaveCheckpoint");
   std::filesystem::resize_file(root.path() + "/default/h/zero/manifest.json", 10);
-  v1::ListCheckpointsRequest list;
-  list.set_name(head.name());
+  auto list = RequestOn<v1::ListCheckpointsRequest>(server.head);
   list.set_page_size(2);
   std::string listed;
   do {
-    v1::ListCheckpointsResponse page;
-    Require(server.Call(&Heads::ListCheckpoints, list, &page), "ListCheckpoints");
+    const v1::ListCheckpointsResponse page = server.Must(&Heads::ListCheckpoints, list);
     for (const v1::Checkpoint& one : page.checkpoints()) listed += one.checkpoint() + (one.damaged() ? " damaged, " : ", ");
     listed += "end of page; ";
     list.set_page_token(page.next_page_token());
   } while (!list.page_token().empty());
   EXPECT_EQ(listed, "two, one, end of page; zero damaged, end of page; ");
-  v1::DeleteCheckpointRequest request;
-  request.set_name(head.name());
+  auto request = RequestOn<v1::DeleteCheckpointRequest>(server.head);
   request.set_checkpoint("zero");
-  Require(server.Call(&Heads::DeleteCheckpoint, request), "DeleteCheckpoint");
+  server.Must(&Heads::DeleteCheckpoint, request);
   EXPECT_FALSE(std::filesystem::exists(root.path() + "/default/h/zero"));
   EXPECT_TRUE(std::filesystem::exists(root.path() + "/default/h/one"));
 }
@@ -242,7 +184,7 @@ TEST(IdleHeads, AreSavedAndDeleted) {
   const TestHead used = server.MakeHead("used", SmallSpec());
   EXPECT_TRUE(Await([&] {
     server.Get(used.name());  // a use
-    return server.MetricLine("headwater_expired_heads_total") == "headwater_expired_heads_total 1";
+    return server.Metric("headwater_expired_heads_total") == "1";
   }));
   v1::GetHeadRequest request;
   request.set_name("tenants/default/heads/idle");
@@ -252,21 +194,16 @@ TEST(IdleHeads, AreSavedAndDeleted) {
 }
 
 TEST(Heads, AreInUseFromTheHeaderOfAMicroBatchOn) {
-  WireServer server(WithLimit(&service::Limits::max_heads_per_tenant, 1));
-  const TestHead head = server.MakeHead("h", SmallSpec());
-  OpenStream upload(server.loss(), CrossEntropyHeader(head, 0, 0, {1, 2, 3}));  // of which no row comes
+  HeadServer server(WithLimit(&service::Limits::max_heads_per_tenant, 1));
+  OpenStream upload(server.loss(), CrossEntropyHeader(server.head, 0, 0, {1, 2, 3}));  // of which no row comes
   EXPECT_TRUE(server.AwaitInFlight());
-  v1::DeleteHeadRequest request;
-  request.set_name(head.name());
-  const WireError error = DecodeError(server.Call(&Heads::DeleteHead, request));
-  EXPECT_EQ(error.reason, "HEAD_IN_USE");
-  EXPECT_EQ(error.at("runningCalls"), "1");
+  auto request = RequestOn<v1::DeleteHeadRequest>(server.head);
+  ExpectError(server.Call(&Heads::DeleteHead, request), "HEAD_IN_USE", {{"runningCalls", "1"}});
   request.set_force(true);
-  Require(server.Call(&Heads::DeleteHead, request), "DeleteHead with force");
+  server.Must(&Heads::DeleteHead, request);
   // The call ends though its client goes on; with it goes what it kept.
   EXPECT_EQ(ReasonOf(upload.End()), "HEAD_NOT_FOUND");
-  v1::Head created;
-  EXPECT_EQ(ReasonOf(server.Create(head.name(), SmallSpec(), &created)), "OK");
+  EXPECT_EQ(ReasonOf(server.Create(server.head.name(), SmallSpec())), "OK");
 }
 
 }  // namespace

@@ -60,12 +60,6 @@ class BadArguments : public ::testing::TestWithParam<bool> {
     }
   }
 
-  void ExpectTargetRefused(int32_t target) {
-    std::vector<int32_t> targets = problem_.terms[0].targets;
-    targets[4] = target;
-    ExpectRefused("target " + std::to_string(target), ErrorReason::kTargetOutOfVocab, [&](M m) { m.terms[0].targets = targets; });
-  }
-
   CrossEntropySpec& CrossEntropy(M m) {
     if (auto* jsd = std::get_if<JsdSpec>(&m.terms[0].loss)) return jsd->hard_loss;
     return std::get<CrossEntropySpec>(m.terms[0].loss);
@@ -79,7 +73,9 @@ class BadArguments : public ::testing::TestWithParam<bool> {
 TEST_P(BadArguments, Targets) {
   for (const int32_t target :
        {90, 100, 101, 50000, -1, -99, -101, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min()}) {
-    ExpectTargetRefused(target);
+    std::vector<int32_t> targets = problem_.terms[0].targets;
+    targets[4] = target;
+    ExpectRefused("target " + std::to_string(target), ErrorReason::kTargetOutOfVocab, [&](M m) { m.terms[0].targets = targets; });
   }
 }
 

@@ -51,7 +51,7 @@ TEST(CpuProducts, MatchFp64FromEitherLibrary) {
 TEST(CpuProducts, TheOptionDecides) {
   const Problem problem = MakeProblem(Shape());
   const Outcome by_openblas = RunOnce(problem, With(Bfloat16Products::kOpenBlas));
-  const auto engine = SuiteEngineFactory()(With(Bfloat16Products::kOneDnn));
+  const auto engine = Suite().make(With(Bfloat16Products::kOneDnn));
   if (!HasOneDnn()) {
     EXPECT_TRUE(HasReason(engine.status(), ErrorReason::kFeatureNotBuilt)) << engine.status();
     EXPECT_TRUE(RunOnce(problem).BitwiseEquals(by_openblas));

@@ -39,23 +39,5 @@ TEST(CrossEntropy, MixesStorageTypes) {
   }
 }
 
-// Adding a constant to every logit of a row (here through the bias) changes neither loss nor gradient. Each row of the gradient of
-// the logits sums to 0, which grad_bias shows.
-TEST(CrossEntropy, ConstantsInTheLogitsDoNotMatter) {
-  Problem problem = MakeProblem({.bias = true});
-  const Outcome before = RunOnce(problem);
-  for (double& value : problem.heads[0].bias) value += 16;
-  RoundToStorage(&problem);
-  const Outcome after = ExpectEngineMatches(problem);
-  EXPECT_LE(std::abs(after.terms[0].sums.loss_sum - before.terms[0].sums.loss_sum), 2e-5 * before.terms[0].sums.loss_sum);
-  double sum = 0;
-  double magnitude = 0;
-  for (const float value : after.gradients[0].bias) {
-    sum += value;
-    magnitude += std::abs(value);
-  }
-  EXPECT_LE(std::abs(sum), 1e-5 * magnitude);
-}
-
 }  // namespace
 }  // namespace headwater::testing

@@ -105,7 +105,7 @@ class Dithered : public ::testing::TestWithParam<ProblemOptions> {
   // Whether the engine has a resolution for this loss. If not, it must say so.
   bool IsBuilt() const {
     const auto* cross_entropy = std::get_if<reference::CrossEntropyOptions>(&problem_.terms[0].loss);
-    if (SuiteDithering().has_smoothing || cross_entropy == nullptr || cross_entropy->label_smoothing == 0) return true;
+    if (Suite().dither.has_smoothing || cross_entropy == nullptr || cross_entropy->label_smoothing == 0) return true;
     LoadedHeads heads(problem_.heads, {});
     const auto result = heads.TryCompute(problem_, {});
     EXPECT_TRUE(HasReason(result.status(), ErrorReason::kFeatureNotBuilt)) << result.status();
@@ -179,7 +179,7 @@ TEST_P(Dithered, RepeatsAndCommitsHaveTheSameBits) {
   Outcome staged;
   auto contribution = heads.Stage(problem_, {}, &staged);
   ASSERT_TRUE(contribution->Commit(1).ok());
-  if (SuiteKeepsStagedRows(kFewRows, kFewRows, 1)) {
+  if (Suite().keeps_staged_rows(kFewRows, kFewRows, 1)) {
     EXPECT_TRUE(heads.ReadGradient(0) == first.gradients[0]);
   }
   EXPECT_EQ(staged.grad_hidden_bytes, first.grad_hidden_bytes);
@@ -217,8 +217,8 @@ TEST_P(Dithered16, MatchesFp64EntryByEntryAndRepeats) {
   const auto [type, rows] = GetParam();
   Problem problem = MakeIdentityProblem(
       {.head_type = type, .hidden_type = type, .bias = true, .softcap = 12, .ignored_share = 0.1, .token_weights = true}, rows);
-  if (SuiteDithering().rounds_entries) problem.terms[0].dithered_type = type;
-  if (SuiteDithering().rounds_units && type == DataType::kBFloat16) problem.terms[0].dither_unit_type = type;
+  if (Suite().dither.rounds_entries) problem.terms[0].dithered_type = type;
+  if (Suite().dither.rounds_units && type == DataType::kBFloat16) problem.terms[0].dither_unit_type = type;
   const Expected expected = ComputeExpected(problem);
   ComputeOptions options;
   options.token_outputs = false;  // which would take many rows out of their form
@@ -274,7 +274,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST_P(DitheredList, HasTheEntriesOfTheMatrixRepeatsAndCommits) {
   const ListCase& of = GetParam();
-  const bool may_list = SuiteDithering().rounds_entries;
+  const bool may_list = Suite().dither.rounds_entries;
   const int64_t rows = may_list ? of.rows : 68;
   Problem problem = MakeIdentityProblem({.head_type = DataType::kBFloat16,
                                          .hidden_type = DataType::kBFloat16,
@@ -312,7 +312,7 @@ TEST_P(DitheredList, HasTheEntriesOfTheMatrixRepeatsAndCommits) {
   Outcome staged;
   auto contribution = heads.Stage(problem, options, &staged);
   ASSERT_TRUE(contribution->Commit(1).ok());
-  if (SuiteKeepsStagedRows(rows, rows, 1)) {
+  if (Suite().keeps_staged_rows(rows, rows, 1)) {
     EXPECT_TRUE(heads.ReadGradient(0) == outcome.gradients[0]);
   }
   EXPECT_EQ(staged.grad_hidden_bytes, outcome.grad_hidden_bytes);
@@ -375,7 +375,7 @@ TEST(DitheredRows, OfADivergenceOverManyShardsAreMadeOrRefused) {
   const EngineOptions engine = {.shard_count = 65};
   LoadedHeads heads(problem.heads, engine);
   const auto result = heads.TryCompute(problem, {});
-  if (SuiteDithering().most_divergence_shards >= engine.shard_count) {
+  if (Suite().dither.most_divergence_shards >= engine.shard_count) {
     ASSERT_TRUE(result.ok()) << result.status();
     EXPECT_GT(result->terms[0].dither.entry_count, kFewRows * kDitheredColumns / 4);
   } else {

@@ -2,6 +2,8 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -34,21 +36,13 @@ TEST(MemoryPlan, AddsUp) {
   const std::unique_ptr<LossEngine> engine = MakeSuiteEngine();
   constexpr int64_t kElements = 3001 * 257;
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
-    for (const int optimizer : {0, 1, 2, 3}) {
+    for (const auto& [optimizer, state_tensors] : std::vector<std::pair<OptimizerSpec, int64_t>>{
+             {std::monostate(), 0}, {AdamWSpec(), 2}, {SgdSpec{.momentum = 0.9}, 1}, {SgdSpec(), 0}}) {
       HeadSpec spec = Spec(3001, 257, type);
       spec.has_bias = true;
       spec.trainable = true;
       spec.staging_slots = 2;
-      int64_t state_tensors = 0;
-      if (optimizer == 1) {
-        spec.optimizer = AdamWSpec{};
-        state_tensors = 2;
-      } else if (optimizer == 2) {
-        spec.optimizer = SgdSpec{0.9, 0, false, 0};
-        state_tensors = 1;
-      } else if (optimizer == 3) {
-        spec.optimizer = SgdSpec{};
-      }
+      spec.optimizer = optimizer;
       ASSERT_OK_AND_ASSIGN(const MemoryPlan plan, engine->PlanHead(spec));
       SCOPED_TRACE(plan.ToString());
       ExpectPlanned(plan, "weight", kElements * ElementBytes(type));
@@ -57,7 +51,7 @@ TEST(MemoryPlan, AddsUp) {
       ExpectPlanned(plan, "grad_bias", 3001 * 4);
       ExpectPlanned(plan, "optimizer_state", state_tensors * (kElements + 3001) * 4);
       ExpectPlanned(plan, "staging", 2 * (kElements + 3001) * 4);
-      if (optimizer != 0) ExpectPlanned(plan, "master_weight", type == DataType::kFloat32 ? 0 : (kElements + 3001) * 4);
+      if (optimizer.index() != 0) ExpectPlanned(plan, "master_weight", type == DataType::kFloat32 ? 0 : (kElements + 3001) * 4);
       EXPECT_GT(PlannedBytes(plan, "workspace"), 0);
       EXPECT_GE(plan.token_chunk_rows, 1);
       int64_t total = 0;
@@ -86,9 +80,9 @@ TEST(MemoryPlan, ChunkRowsFollowTheOptions) {
   ASSERT_OK_AND_ASSIGN(const MemoryPlan plan, MakeSuiteEngine(options)->PlanHead(Spec(3001, 257)));
   EXPECT_EQ(plan.token_chunk_rows, 17);
   options.token_chunk_rows = 0;
-  options.workspace_bytes = SuiteWorkspaceSizes().small_bytes;
+  options.workspace_bytes = Suite().small_workspace_bytes;
   ASSERT_OK_AND_ASSIGN(const MemoryPlan small, MakeSuiteEngine(options)->PlanHead(Spec(3001, 257)));
-  options.workspace_bytes = SuiteWorkspaceSizes().large_bytes;
+  options.workspace_bytes = Suite().large_workspace_bytes;
   ASSERT_OK_AND_ASSIGN(const MemoryPlan large, MakeSuiteEngine(options)->PlanHead(Spec(3001, 257)));
   EXPECT_LT(small.token_chunk_rows, large.token_chunk_rows);
 }
@@ -174,7 +168,7 @@ TEST(EngineOptionsCheck, BadOnesAreRefused) {
   const auto expect_refused = [&](const char* what, auto change) {
     EngineOptions options;
     change(options);
-    const auto engine = SuiteEngineFactory()(options);
+    const auto engine = Suite().make(options);
     EXPECT_TRUE(!engine.ok() && HasReason(engine.status(), ErrorReason::kInvalidField)) << what << ": " << engine.status();
   };
   expect_refused("shard_count 0", [](EngineOptions& o) { o.shard_count = 0; });

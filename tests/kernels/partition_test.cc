@@ -40,7 +40,7 @@ TEST_P(Partition, AnyNumberOfShardsAgrees) {
     SCOPED_TRACE("shards " + std::to_string(weights.size()));
     EngineOptions engine_options = {.shard_count = static_cast<int32_t>(weights.size())};
     if (weights.front() != 1) engine_options.shard_weights = weights;
-    ExpectOutcomeMatches(problem, expected, RunOnce(problem, engine_options));
+    ExpectEngineMatches(problem, expected, engine_options);
   }
 }
 
@@ -50,14 +50,14 @@ TEST_P(Partition, AnyChunkAgrees) {
   for (const int64_t token_chunk_rows : {1, 17, 41, 1000}) {
     for (const int32_t shard_count : {1, 2}) {
       SCOPED_TRACE("chunk " + std::to_string(token_chunk_rows) + ", shards " + std::to_string(shard_count));
-      ExpectOutcomeMatches(problem, expected, RunOnce(problem, {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows}));
+      ExpectEngineMatches(problem, expected, {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows});
     }
   }
 }
 
 TEST_P(Partition, ASmallWorkspaceAgrees) {
   const Problem problem = MakeProblem(GetParam());
-  ExpectEngineMatches(problem, {.workspace_bytes = SuiteWorkspaceSizes().small_bytes});
+  ExpectEngineMatches(problem, {.workspace_bytes = Suite().small_workspace_bytes});
 }
 
 TEST_P(Partition, MicroBatchesEqualOneBatch) {

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -95,17 +96,16 @@ class TestFlow final : public CheckedFlow {
   int64_t here_ = 0;
 };
 
-enum class FlowMode { kDirect, kStaged, kForward, kNoGradWeight, kNoGradHidden };
-
-ComputeOptions OptionsOf(FlowMode mode) {
+struct FlowMode {
+  const char* name;
   ComputeOptions options;
-  options.token_outputs = mode != FlowMode::kNoGradWeight;  // the form with few outputs, too
-  if (mode == FlowMode::kStaged) options.grad_weight = GradWeightMode::kStage;
-  if (mode == FlowMode::kForward || mode == FlowMode::kNoGradWeight) options.grad_weight = GradWeightMode::kNone;
-  if (mode == FlowMode::kForward) options.backward = false;
-  if (mode == FlowMode::kForward || mode == FlowMode::kNoGradHidden) options.grad_hidden = false;
-  return options;
-}
+};
+constexpr FlowMode kModes[] = {
+    {"Direct", {}},
+    {"Staged", {.grad_weight = GradWeightMode::kStage}},
+    {"Forward", {.backward = false, .grad_hidden = false, .grad_weight = GradWeightMode::kNone}},
+    {"NoGradWeight", {.token_outputs = false, .grad_weight = GradWeightMode::kNone}},  // the form with few outputs, too
+    {"NoGradHidden", {.grad_hidden = false}}};
 
 struct FlowCase {
   std::string name;
@@ -126,64 +126,52 @@ Problem TwoTerms() {
   soft.row_count = 20;
   soft.targets.resize(20);
   soft.teacher_hidden.resize(20 * 16);
-  if (!soft.token_weights.empty()) soft.token_weights.resize(20);
   problem.terms.push_back(hard);
   return problem;
 }
 
 std::vector<FlowCase> MakeFlowCases() {
   std::vector<FlowCase> cases;
-  const auto add = [&](const std::string& name, ProblemOptions options, EngineOptions engine = {}) -> FlowCase& {
-    options.staging_slots = 2;
-    return cases.emplace_back(FlowCase{name, MakeProblem(options), engine, true});
+  const auto add = [&](const char* name, ProblemOptions options, EngineOptions engine = {}, bool token_outputs = true) {
+    options.staging_slots = options.trainable ? 2 : 0;
+    cases.push_back({name, MakeProblem(options), engine, token_outputs});
   };
-  ProblemOptions options = {.rows = 37, .bias = true, .token_weights = true};
-  add("Float32", options);
-  add("BFloat16", WithType(options, DataType::kBFloat16));
-  add("Float16", WithType(options, DataType::kFloat16));
   const EngineOptions chunks = {.token_chunk_rows = 7};
-  add("Chunks", WithType(options, DataType::kBFloat16), chunks);
-  EngineOptions shards = {.shard_count = 3, .thread_count = 3};
-  add("Shards", options, shards);
-  shards.token_chunk_rows = 7;
-  add("ShardsAndChunks", WithType(options, DataType::kBFloat16), shards);
-  options.jsd = true;
-  options.hard_loss_weight = 0.4;
-  options.teacher_hidden_size = 12;
-  add("Jsd", options);
-  add("JsdBFloat16", WithType(options, DataType::kBFloat16));
-  add("JsdChunks", WithType(options, DataType::kBFloat16), chunks);
+  const EngineOptions shards = {.shard_count = 3, .thread_count = 3};
+  const EngineOptions shards_and_chunks = {.shard_count = 3, .token_chunk_rows = 7, .thread_count = 3};
+  const ProblemOptions hard = {.rows = 37, .bias = true, .token_weights = true};
+  ProblemOptions soft = hard;
+  soft.jsd = true;
+  soft.hard_loss_weight = 0.4;
+  soft.teacher_hidden_size = 12;
+  add("Float32", hard);
+  add("BFloat16", WithType(hard, DataType::kBFloat16));
+  add("Float16", WithType(hard, DataType::kFloat16));
+  add("Chunks", WithType(hard, DataType::kBFloat16), chunks);
+  add("Shards", hard, shards);
+  add("ShardsAndChunks", WithType(hard, DataType::kBFloat16), shards_and_chunks);
+  add("Jsd", soft);
+  add("JsdBFloat16", WithType(soft, DataType::kBFloat16));
+  add("JsdChunks", WithType(soft, DataType::kBFloat16), chunks);
   cases.push_back({"TwoTerms", TwoTerms(), {}, true});
   cases.push_back({"TwoTermsChunks", TwoTerms(), chunks, true});
   // Few outputs: the form of large micro-batches, in slices.
-  options = WithType(ProblemOptions(), DataType::kBFloat16);
-  options.rows = 4700;
-  options.ignored_share = 0.05;
-  options.bias = true;
-  add("Large", options).token_outputs = false;
-  add("LargeShards", options, {.shard_count = 2}).token_outputs = false;
+  ProblemOptions large = WithType({.rows = 4700, .bias = true, .ignored_share = 0.05}, DataType::kBFloat16);
+  add("Large", large, {}, /*token_outputs=*/false);
+  add("LargeShards", large, {.shard_count = 2}, /*token_outputs=*/false);
   // Every output, and a teacher: slices of the logits.
-  add("LargeOutputs", options);
-  {
-    ProblemOptions soft = options;
-    soft.jsd = true;
-    soft.teacher_hidden_size = 12;
-    add("LargeJsd", soft);
-  }
-  options.rows = 700;
-  add("Medium", options).token_outputs = false;
-  options.rows = 1;
-  options.ignored_share = 0;
-  add("OneRow", options);
-  options.rows = 0;
-  add("NoRows", options);
-  options.rows = 21;
-  options.ignored_share = 1;
-  add("AllIgnored", options);
-  options = ProblemOptions();
-  options.trainable = false;
-  options.rows = 19;
-  cases.push_back({"Frozen", MakeProblem(options), {}, true});
+  add("LargeOutputs", large);
+  large.jsd = true;
+  large.teacher_hidden_size = 12;
+  add("LargeJsd", large);
+  const auto with_rows = [](int64_t rows, double ignored_share) {
+    return WithType({.rows = rows, .bias = true, .ignored_share = ignored_share}, DataType::kBFloat16);
+  };
+  add("Medium", with_rows(700, 0.05), {}, /*token_outputs=*/false);
+  add("OneRow", with_rows(1, 0));
+  add("NoRows", with_rows(0, 0));
+  add("AllIgnored", with_rows(21, 1));
+  add("Frozen", {.rows = 19, .trainable = false});
   return cases;
 }
 
@@ -192,12 +180,12 @@ const std::vector<FlowCase>& FlowCases() {
   return cases;
 }
 
-class RowFlowTest : public ::testing::TestWithParam<std::tuple<size_t, FlowMode>> {
+class RowFlowTest : public ::testing::TestWithParam<std::tuple<size_t, size_t>> {
  protected:
   const FlowCase& Case() const { return FlowCases()[std::get<0>(GetParam())]; }
   const Problem& problem() const { return Case().problem; }
   ComputeOptions Options() const {
-    ComputeOptions options = OptionsOf(std::get<1>(GetParam()));
+    ComputeOptions options = kModes[std::get<1>(GetParam())].options;
     if (!Case().token_outputs) options.token_outputs = false;
     return options;
   }
@@ -330,16 +318,12 @@ void ExpectDigests(const Problem& problem, const EngineOptions& engine, const Co
 
 TEST_P(RowFlowTest, SumsTheRowsUpForTheDigest) { ExpectDigests(problem(), Case().engine, Options()); }
 
-std::string CaseName(const ::testing::TestParamInfo<std::tuple<size_t, FlowMode>>& test) {
-  static const char* const kModes[] = {"Direct", "Staged", "Forward", "NoGradWeight", "NoGradHidden"};
-  return FlowCases()[std::get<0>(test.param)].name + kModes[static_cast<size_t>(std::get<1>(test.param))];
-}
-
 INSTANTIATE_TEST_SUITE_P(All, RowFlowTest,
                          ::testing::Combine(::testing::Range<size_t>(0, FlowCases().size()),
-                                            ::testing::Values(FlowMode::kDirect, FlowMode::kStaged, FlowMode::kForward,
-                                                              FlowMode::kNoGradWeight, FlowMode::kNoGradHidden)),
-                         CaseName);
+                                            ::testing::Range<size_t>(0, std::size(kModes))),
+                         [](const auto& test) {
+                           return FlowCases()[std::get<0>(test.param)].name + kModes[std::get<1>(test.param)].name;
+                         });
 
 // A large micro-batch's gradient leaves before all of it is there, where the engine computes it in slices or chunks.
 TEST(RowFlow, GradientLeavesByChunks) {

@@ -39,9 +39,11 @@ Problem SeveralTerms(int32_t staging_slots) {
 }
 
 TEST(SeveralTerms, OverlappingRangesAreSummed) {
+  const Problem problem = SeveralTerms(0);
+  const Expected expected = ComputeExpected(problem);
   for (const int32_t shard_count : {1, 3}) {
     for (const int64_t token_chunk_rows : {0, 1, 3}) {
-      ExpectEngineMatches(SeveralTerms(0), {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows});
+      ExpectEngineMatches(problem, expected, {.shard_count = shard_count, .token_chunk_rows = token_chunk_rows});
     }
   }
 }

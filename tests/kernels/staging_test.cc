@@ -82,7 +82,7 @@ TEST_P(Staging, FactorOfOneGivesTheDirectBits) {
   std::unique_ptr<StagedContribution> staged = heads.Stage(problem_, {}, &outcome);
   ASSERT_TRUE(staged->Commit(1).ok());
   outcome.gradients = heads.ReadGradients();
-  if (!SuiteKeepsStagedRows(options_.rows, options_.hidden_size, engine_options_.shard_count)) {
+  if (!Suite().keeps_staged_rows(options_.rows, options_.hidden_size, engine_options_.shard_count)) {
     outcome.gradients = direct_outcome.gradients;
   }
   EXPECT_TRUE(outcome.BitwiseEquals(direct_outcome));

@@ -46,15 +46,6 @@ def imports(module: str, is_package: bool, tree: ast.AST, modules: set[str]) -> 
     return {name for name in found | (parents - own - {PACKAGE}) if name in modules and name != module}
 
 
-def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other in a circle; none if there is no circle."""
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return sorted(set(error.args[1]))
-    return []
-
-
 def functions(node: ast.AST) -> Iterator[ast.FunctionDef]:
     """The outermost functions."""
     for child in ast.iter_child_nodes(node):
@@ -80,20 +71,19 @@ def repeating_loops(tree: ast.AST, errors: set[str]) -> set[tuple[int, str]]:
     return {(line, next((f.name for f in outermost if f.lineno <= line <= f.end_lineno), "")) for line in lines}
 
 
-def package_errors(tree: ast.AST) -> set[str]:
-    """Names of the exceptions that a module defines."""
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name.endswith("Error")}
-
-
 def check_package(folder: Path) -> list[str]:
     """All errors of the package in this folder."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))}
     names = {path: module_name(path, folder) for path in trees}
     modules = set(names.values())
     graph = {names[path]: imports(names[path], path.name == "__init__.py", tree, modules) for path, tree in trees.items()}
-    group = circle(graph)
-    errors = [f"{FOLDER}: a circle of imports: {', '.join(group)}"] if group else []
-    exceptions = {"Exception", "BaseException"}.union(*map(package_errors, trees.values()))
+    errors = []
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        errors.append(f"{FOLDER}: a circle of imports: {', '.join(sorted(set(error.args[1])))}")
+    classes = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    exceptions = {"Exception", "BaseException", *(name for name in classes if name.endswith("Error"))}
     for path, tree in trees.items():
         errors += [
             f"{FOLDER}/{path.relative_to(folder).as_posix()}:{line}: {function} repeats or waits in a loop, as only the core may"

@@ -108,9 +108,6 @@ LAYERS = {
     "tests/fuzz": TESTS | {"cuda"},
     "tests/bench": TESTS | {"cuda"},
 }
-# Folders whose device code (DEVICE_SUFFIXES) may include less.
-DEVICE_LAYERS = {"kernels/cuda": DEVICE_CODE}
-DEVICE_SUFFIXES = {".cu", ".cuh"}
 
 SOURCE_SUFFIXES = {".h", ".hpp", ".cc", ".cpp", ".c", ".cu", ".cuh"}
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>]+)>|"([^"]+)")', re.MULTILINE)
@@ -135,9 +132,7 @@ def check_file(path: str, text: str) -> list[str]:
     layer = layer_of(path)
     if layer is None:
         return [f"{path}: no layer is defined for this folder; add it to tests/lint/check_layers.py"]
-    allowed = LAYERS[layer]
-    if Path(path).suffix in DEVICE_SUFFIXES:
-        allowed = DEVICE_LAYERS.get(layer, allowed)
+    allowed = DEVICE_CODE if layer == "kernels/cuda" and path.endswith((".cu", ".cuh")) else LAYERS[layer]
     errors = []
     for match in INCLUDE.finditer(text):
         include = match.group(1) or match.group(2)

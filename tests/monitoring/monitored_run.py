@@ -1,9 +1,9 @@
 """A headwaterd with metrics that trains a little and is scraped by a real Prometheus."""
 
+import concurrent.futures
 import contextlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -38,12 +38,6 @@ def scrape(server: Server) -> str:
         return page.read().decode()
 
 
-def find_prometheus() -> tuple[str, str] | None:
-    """prometheus and promtool, of Debian's package `prometheus`; None without them."""
-    found = shutil.which("prometheus"), shutil.which("promtool")
-    return found if all(found) else None
-
-
 class Prometheus:
     """A Prometheus of our own, on a port that the system draws, for a `with` statement.
 
@@ -67,7 +61,7 @@ scrape_configs:
         )
         log = directory / "prometheus.log"
         storage = f"--storage.tsdb.path={directory / 'data'}"
-        command = [find_prometheus()[0], f"--config.file={self.config}", storage, "--web.listen-address=127.0.0.1:0"]
+        command = ["prometheus", f"--config.file={self.config}", storage, "--web.listen-address=127.0.0.1:0"]
         with log.open("wb") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=output)
 
@@ -100,56 +94,48 @@ scrape_configs:
         self._process.wait()
 
 
-class Training(threading.Thread):
-    """Trains within a `with` statement, by gRPC and by shared memory in turns.
+VOCAB_SIZE, HIDDEN_SIZE, TOKENS = 2000, 64, 256
 
-    A step has eager and explicit micro-batches, a repeat, a discard, a distillation and an optimizer step.
+
+@contextlib.contextmanager
+def training(address: str):
+    """Trains within a `with` statement, by gRPC and by shared memory in turns; the number of steps so far, as a function.
+
+    An error ends the training: the function raises it. A step has eager and explicit micro-batches, a repeat, a discard, a
+    distillation and an optimizer step.
     """
+    stopping, done = threading.Event(), []
 
-    VOCAB_SIZE, HIDDEN_SIZE, TOKENS = 2000, 64, 256
+    def train() -> None:
+        rng = np.random.default_rng(0)
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(headwater.connect(address, transport=way)) for way in ("grpc", "shared_memory")]
+            weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+            clients[0].create_head("student", weight, optimizer=headwater.AdamW(), staging_slots=2)
+            clients[0].create_head("teacher", weight, trainable=False)
+            heads = [(client.head("student"), client.head("teacher")) for client in clients]
+            while not stopping.is_set():
+                train_step(*heads[len(done) % len(heads)], rng, len(done))
+                done.append(None)
 
-    def __init__(self, address: str):
-        super().__init__(daemon=True)
-        self._address = address
-        self._stopping = threading.Event()
-        self.steps = 0
-        self.error: BaseException | None = None
+    def steps() -> int:
+        return len(done) if not future.done() else future.result()
 
-    def run(self) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(train)
         try:
-            rng = np.random.default_rng(0)
-            with contextlib.ExitStack() as stack:
-                clients = [
-                    stack.enter_context(headwater.connect(self._address, transport=transport))
-                    for transport in ("grpc", "shared_memory")
-                ]
-                weight = rng.standard_normal((self.VOCAB_SIZE, self.HIDDEN_SIZE)).astype(np.float32)
-                clients[0].create_head("student", weight, optimizer=headwater.AdamW(), staging_slots=2)
-                clients[0].create_head("teacher", weight, trainable=False)
-                heads = [(client.head("student"), client.head("teacher")) for client in clients]
-                while not self._stopping.is_set():
-                    self._step(*heads[self.steps % len(heads)], rng)
-                    self.steps += 1
-        except BaseException as error:
-            self.error = error
+            yield steps
+        finally:
+            stopping.set()
+            future.result()
 
-    def _step(self, student, teacher, rng) -> None:
-        step = self.steps
-        hidden = rng.standard_normal((self.TOKENS, self.HIDDEN_SIZE)).astype(np.float32)
-        targets = rng.integers(0, self.VOCAB_SIZE, self.TOKENS)
-        student.cross_entropy(hidden, targets, micro_batch=0, step=step)
-        student.cross_entropy(hidden, targets, micro_batch=0, step=step)  # a retry
-        student.cross_entropy(hidden, targets, micro_batch=1, step=step, commit="explicit").commit(1.0)
-        student.cross_entropy(hidden, targets, micro_batch=2, step=step, commit="explicit").discard()
-        student.jsd(hidden, teacher, hidden[::-1].copy(), micro_batch=3, step=step)
-        student.apply_optimizer_step(learning_rate=1e-3, step=step, expected_micro_batches=[0, 1, 3])
 
-    def __enter__(self):
-        self.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._stopping.set()
-        self.join()
-        if self.error is not None:
-            raise self.error
+def train_step(student, teacher, rng, step: int) -> None:
+    hidden = rng.standard_normal((TOKENS, HIDDEN_SIZE)).astype(np.float32)
+    targets = rng.integers(0, VOCAB_SIZE, TOKENS)
+    student.cross_entropy(hidden, targets, micro_batch=0, step=step)
+    student.cross_entropy(hidden, targets, micro_batch=0, step=step)  # a retry
+    student.cross_entropy(hidden, targets, micro_batch=1, step=step, commit="explicit").commit(1.0)
+    student.cross_entropy(hidden, targets, micro_batch=2, step=step, commit="explicit").discard()
+    student.jsd(hidden, teacher, hidden[::-1].copy(), micro_batch=3, step=step)
+    student.apply_optimizer_step(learning_rate=1e-3, step=step, expected_micro_batches=[0, 1, 3])

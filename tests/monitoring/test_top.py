@@ -7,18 +7,13 @@ import os
 import pty
 import select
 import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # whatever the working directory is
-
-from monitored_run import Server, Training, metrics_address, running, wait_until
+from monitored_run import Server, metrics_address, running, training, wait_until
 from servers import program
 
-# The outcomes of a step of Training, and of two.
+# The outcomes of a step of the training, and of two.
 OUTCOMES = ("committed", "staged", "replayed", "discarded")
 TRANSPORTS = ("grpc", "shared_memory")
 PHASES = {"upload", "queue", "compute", "download", "commit"}
@@ -69,8 +64,8 @@ def pages(*answers: str, status: int = 200):
 
 
 def test_top_shows_a_real_run(server):
-    with Training(server.address) as training:
-        wait_until(lambda: training.steps >= 2 or training.error, "two steps")
+    with training(server.address) as steps:
+        wait_until(lambda: steps() >= 2, "two steps")
         metrics = metrics_address(server)
 
         # On a busy machine a step may take long: the next look is over twice the time.

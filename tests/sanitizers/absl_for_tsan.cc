@@ -9,6 +9,8 @@
 #include <dlfcn.h>
 #include <sanitizer/tsan_interface.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -19,21 +21,31 @@
 
 namespace {
 
-// The library's function; `name` is mangled except for Abseil's inline namespace.
-template <typename Function>
-Function* Real(const char* name) {
-  std::string symbol = "_ZN4absl";
+// A function's name as a template's argument: mangled, except for Abseil's inline namespace.
+template <size_t kSize>
+struct Name {
+  constexpr Name(const char (&name)[kSize]) { std::copy_n(name, kSize, text); }  // NOLINT(google-explicit-constructor)
+  char text[kSize];
+};
+
+// Calls the library's function, with pointers for references: both are passed alike.
+template <Name kName, typename Result = void, typename... Arguments>
+Result Real(Arguments... arguments) {
+  static const auto function = [] {
+    std::string symbol = "_ZN4absl";
 #if ABSL_OPTION_USE_INLINE_NAMESPACE == 1
-  const std::string inline_namespace = ABSL_INTERNAL_INLINE_NAMESPACE_STR;
-  symbol += std::to_string(inline_namespace.size()) + inline_namespace;
+    const std::string inline_namespace = ABSL_INTERNAL_INLINE_NAMESPACE_STR;
+    symbol += std::to_string(inline_namespace.size()) + inline_namespace;
 #endif
-  symbol += name;
-  void* address = dlsym(RTLD_NEXT, symbol.c_str());
-  if (address == nullptr) {
-    std::fprintf(stderr, "absl_for_tsan: there is no %s\n", symbol.c_str());
-    std::abort();
-  }
-  return reinterpret_cast<Function*>(address);
+    symbol += kName.text;
+    void* const address = dlsym(RTLD_NEXT, symbol.c_str());
+    if (address == nullptr) {
+      std::fprintf(stderr, "absl_for_tsan: there is no %s\n", symbol.c_str());
+      std::abort();
+    }
+    return reinterpret_cast<Result (*)(Arguments...)>(address);
+  }();
+  return function(arguments...);
 }
 
 constexpr unsigned kWrite = 0;
@@ -43,13 +55,20 @@ constexpr unsigned kRead = __tsan_mutex_read_lock;
 thread_local bool inside_library = false;
 
 template <typename Work>
-void Lock(void* mutex, unsigned flags, const Work& work) {
+auto Lock(void* mutex, unsigned flags, const Work& work) {
   if (inside_library) return work();
+  struct Acquisition {
+    void* mutex;
+    unsigned flags;
+    ~Acquisition() {
+      inside_library = false;
+      __tsan_mutex_post_lock(mutex, flags, 0);
+    }
+  };
   __tsan_mutex_pre_lock(mutex, flags);
   inside_library = true;
-  work();
-  inside_library = false;
-  __tsan_mutex_post_lock(mutex, flags, 0);
+  const Acquisition acquisition = {mutex, flags};
+  return work();
 }
 
 template <typename Work>
@@ -70,19 +89,9 @@ void Unlock(void* mutex, unsigned flags, const Work& work) {
 // Gives the lock up, waits, and has it again.
 template <typename Work>
 auto Wait(void* mutex, const Work& work) {
-  if (inside_library) return work();
-  __tsan_mutex_pre_unlock(mutex, kWrite);
-  __tsan_mutex_post_unlock(mutex, kWrite);
-  __tsan_mutex_pre_lock(mutex, kWrite);
-  inside_library = true;
-  const auto result = work();
-  inside_library = false;
-  __tsan_mutex_post_lock(mutex, kWrite, 0);
-  return result;
+  if (!inside_library) Unlock(mutex, kWrite, [] {});
+  return Lock(mutex, kWrite, work);
 }
-
-using Method = void(absl::Mutex*);
-using TryMethod = bool(absl::Mutex*);
 
 }  // namespace
 
@@ -91,102 +100,71 @@ ABSL_NAMESPACE_BEGIN
 
 Mutex::~Mutex() {
   __tsan_mutex_destroy(this, 0);
-  static Method* const real = Real<Method>("5MutexD1Ev");
-  real(this);
+  Real<"5MutexD1Ev">(this);
 }
 
 void Mutex::Lock() {
-  static Method* const real = Real<Method>("5Mutex4LockEv");
-  ::Lock(this, kWrite, [this] { real(this); });
+  ::Lock(this, kWrite, [this] { Real<"5Mutex4LockEv">(this); });
 }
 
 void Mutex::Unlock() {
-  static Method* const real = Real<Method>("5Mutex6UnlockEv");
-  ::Unlock(this, kWrite, [this] { real(this); });
+  ::Unlock(this, kWrite, [this] { Real<"5Mutex6UnlockEv">(this); });
 }
 
 bool Mutex::TryLock() {
-  static TryMethod* const real = Real<TryMethod>("5Mutex7TryLockEv");
-  return ::TryLock(this, kWrite, [this] { return real(this); });
+  return ::TryLock(this, kWrite, [this] { return Real<"5Mutex7TryLockEv", bool>(this); });
 }
 
 void Mutex::ReaderLock() {
-  static Method* const real = Real<Method>("5Mutex10ReaderLockEv");
-  ::Lock(this, kRead, [this] { real(this); });
+  ::Lock(this, kRead, [this] { Real<"5Mutex10ReaderLockEv">(this); });
 }
 
 void Mutex::ReaderUnlock() {
-  static Method* const real = Real<Method>("5Mutex12ReaderUnlockEv");
-  ::Unlock(this, kRead, [this] { real(this); });
+  ::Unlock(this, kRead, [this] { Real<"5Mutex12ReaderUnlockEv">(this); });
 }
 
 bool Mutex::ReaderTryLock() {
-  static TryMethod* const real = Real<TryMethod>("5Mutex13ReaderTryLockEv");
-  return ::TryLock(this, kRead, [this] { return real(this); });
+  return ::TryLock(this, kRead, [this] { return Real<"5Mutex13ReaderTryLockEv", bool>(this); });
 }
 
 void Mutex::LockWhen(const Condition& condition) {
-  using Function = void(Mutex*, const Condition&);
-  static Function* const real = Real<Function>("5Mutex8LockWhenERKNS0_9ConditionE");
-  ::Lock(this, kWrite, [&] { real(this, condition); });
+  ::Lock(this, kWrite, [&] { Real<"5Mutex8LockWhenERKNS0_9ConditionE">(this, &condition); });
 }
 
 bool Mutex::LockWhenWithDeadline(const Condition& condition, Time deadline) {
-  using Function = bool(Mutex*, const Condition&, Time);
-  static Function* const real = Real<Function>("5Mutex20LockWhenWithDeadlineERKNS0_9ConditionENS0_4TimeE");
-  bool met = false;
-  ::Lock(this, kWrite, [&] { met = real(this, condition, deadline); });
-  return met;
+  constexpr Name kName = "5Mutex20LockWhenWithDeadlineERKNS0_9ConditionENS0_4TimeE";
+  return ::Lock(this, kWrite, [&] { return Real<kName, bool>(this, &condition, deadline); });
 }
 
 bool Mutex::LockWhenWithTimeout(const Condition& condition, Duration timeout) {
-  using Function = bool(Mutex*, const Condition&, Duration);
-  static Function* const real = Real<Function>("5Mutex19LockWhenWithTimeoutERKNS0_9ConditionENS0_8DurationE");
-  bool met = false;
-  ::Lock(this, kWrite, [&] { met = real(this, condition, timeout); });
-  return met;
+  constexpr Name kName = "5Mutex19LockWhenWithTimeoutERKNS0_9ConditionENS0_8DurationE";
+  return ::Lock(this, kWrite, [&] { return Real<kName, bool>(this, &condition, timeout); });
 }
 
 void Mutex::Await(const Condition& condition) {
-  using Function = void(Mutex*, const Condition&);
-  static Function* const real = Real<Function>("5Mutex5AwaitERKNS0_9ConditionE");
-  ::Wait(this, [&] {
-    real(this, condition);
-    return true;
-  });
+  ::Wait(this, [&] { Real<"5Mutex5AwaitERKNS0_9ConditionE">(this, &condition); });
 }
 
 bool Mutex::AwaitWithDeadline(const Condition& condition, Time deadline) {
-  using Function = bool(Mutex*, const Condition&, Time);
-  static Function* const real = Real<Function>("5Mutex17AwaitWithDeadlineERKNS0_9ConditionENS0_4TimeE");
-  return ::Wait(this, [&] { return real(this, condition, deadline); });
+  constexpr Name kName = "5Mutex17AwaitWithDeadlineERKNS0_9ConditionENS0_4TimeE";
+  return ::Wait(this, [&] { return Real<kName, bool>(this, &condition, deadline); });
 }
 
 bool Mutex::AwaitWithTimeout(const Condition& condition, Duration timeout) {
-  using Function = bool(Mutex*, const Condition&, Duration);
-  static Function* const real = Real<Function>("5Mutex16AwaitWithTimeoutERKNS0_9ConditionENS0_8DurationE");
-  return ::Wait(this, [&] { return real(this, condition, timeout); });
+  constexpr Name kName = "5Mutex16AwaitWithTimeoutERKNS0_9ConditionENS0_8DurationE";
+  return ::Wait(this, [&] { return Real<kName, bool>(this, &condition, timeout); });
 }
 
 void CondVar::Wait(Mutex* mutex) {
-  using Function = void(CondVar*, Mutex*);
-  static Function* const real = Real<Function>("7CondVar4WaitEPNS0_5MutexE");
-  ::Wait(mutex, [&] {
-    real(this, mutex);
-    return true;
-  });
+  ::Wait(mutex, [&] { Real<"7CondVar4WaitEPNS0_5MutexE">(this, mutex); });
 }
 
 bool CondVar::WaitWithTimeout(Mutex* mutex, Duration timeout) {
-  using Function = bool(CondVar*, Mutex*, Duration);
-  static Function* const real = Real<Function>("7CondVar15WaitWithTimeoutEPNS0_5MutexENS0_8DurationE");
-  return ::Wait(mutex, [&] { return real(this, mutex, timeout); });
+  return ::Wait(mutex, [&] { return Real<"7CondVar15WaitWithTimeoutEPNS0_5MutexENS0_8DurationE", bool>(this, mutex, timeout); });
 }
 
 bool CondVar::WaitWithDeadline(Mutex* mutex, Time deadline) {
-  using Function = bool(CondVar*, Mutex*, Time);
-  static Function* const real = Real<Function>("7CondVar16WaitWithDeadlineEPNS0_5MutexENS0_4TimeE");
-  return ::Wait(mutex, [&] { return real(this, mutex, deadline); });
+  return ::Wait(mutex, [&] { return Real<"7CondVar16WaitWithDeadlineEPNS0_5MutexENS0_4TimeE", bool>(this, mutex, deadline); });
 }
 
 // A notification that has been given is seen without the lock: the store to its flag must be instrumented, as the load is.

@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import pathlib
 
+import figures
+
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 STYLE = {
     "axes.spines.top": False,
@@ -15,6 +17,19 @@ STYLE = {
 }
 GRID = {"color": "#e5e5e5", "linewidth": 0.8}
 TEXT_COLOUR = "#333333"
+
+
+def cell(row, form="{:.3f}"):
+    """A figure as the tables show it; empty without one."""
+    if row is None:
+        return ""
+    return form.format(float(row["value"])) + (" **missed**" if figures.is_missed(row) else "")
+
+
+def table(*lines):
+    """Markdown of rows of cells, the header first."""
+    header, *body = (f"| {' | '.join(cells)} |" for cells in lines)
+    return [header, "|---" * len(lines[0]) + "|", *body]
 
 
 def parse_arguments(doc, name):

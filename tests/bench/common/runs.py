@@ -1,12 +1,15 @@
 """The common parts of each benchmark's `run`: its arguments, the machine's name, and the processes that it starts."""
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
+import select
 import signal
 import subprocess
 import sys
+import traceback
 import types
 
 import figures
@@ -88,27 +91,38 @@ def say(result):
 class Worker:
     """A process that answers each line with a line."""
 
-    def __init__(self, command, environment=None):
+    def __init__(self, command, environment=None, silence=None):
+        """`silence`: seconds after which one that does not answer is killed."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._command = [*map(str, command)]
+        self._command, self._silence = [*map(str, command)], silence
         self._process = subprocess.Popen(self._command, env=environment, **pipes)
 
     def read(self):
         """Its next line, without the end."""
+        if self._silence and not select.select([self._process.stdout], [], [], self._silence)[0]:
+            self._process.kill()
         line = self._process.stdout.readline()
         if not line.endswith("\n"):
             raise SystemExit(f"{self._command[0]} ended with status {self._process.wait()}")
         return line.strip()
 
-    def ask(self, *words):
-        """Sends a line of words; the answer."""
+    def send(self, *words):
+        """Sends a line of words."""
         self._process.stdin.write(" ".join(map(str, words)) + "\n")
         self._process.stdin.flush()
+
+    def ask(self, *words):
+        """Sends a line of words; the answer."""
+        self.send(*words)
         return self.read()
 
     def close(self):
         self._process.stdin.close()
-        self._process.wait(60)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class Record:
@@ -140,3 +154,51 @@ class Record:
 def read_results(document):
     """The results in the file of a Record; none if there is no file."""
     return json.loads(document.read_text(encoding="utf-8"))["results"] if document.exists() else {}
+
+
+class Service(Worker):
+    """A worker that says `ready`, and answers `COMMAND NAME=VALUE...` with `ok WORD...` or `error WHY`: by serve.h or serve()."""
+
+    def __init__(self, command, environment=None):
+        super().__init__(command, environment, silence=300)
+        if (first := self.read()) != "ready":
+            self.close()
+            raise RuntimeError(first)
+
+    def words(self, command, **values):
+        """The answer to a request."""
+        assigned = (f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in values.items())
+        status, _, answer = self.ask(command, *assigned).partition(" ")
+        if status != "ok":
+            raise RuntimeError(answer)
+        return answer
+
+    def numbers(self, command, **values):
+        """The numbers of the answer to a request."""
+        return [*map(float, self.words(command, **values).split())]
+
+
+def serve(prepare, unavailable=()):
+    """Answers as a Service: `prepare()` returns a function of the command and its values, strings, which returns words.
+
+    Errors of the kinds `unavailable` say that this machine cannot. The output of libraries goes to standard error.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+
+        def say(line):
+            sys.__stdout__.write(line.replace("\n", " ") + "\n")
+            sys.__stdout__.flush()
+
+        try:
+            answer = prepare()
+        except unavailable as error:
+            say(f"unavailable: {error}")
+            return
+        say("ready")
+        for line in sys.stdin:
+            command, *values = line.split()
+            try:
+                say(" ".join(["ok", *map(str, answer(command, **dict(value.split("=", 1) for value in values)) or ())]))
+            except Exception as error:  # reported to the benchmark
+                traceback.print_exc()
+                say(f"error {type(error).__name__}: {error}")

@@ -35,7 +35,7 @@ def running(build, folder, *engine, listen=None):
     with log.open("wb") as output:
         process = subprocess.Popen([*map(str, command), *(engine or CPU_ENGINE)], stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not ready.exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit("headwaterd did not start:\n" + log.read_text())

@@ -13,6 +13,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import figures
 import plots
+from plots import cell, table
 
 MARK = "<!-- gpu figures -->"
 PEERS_MARK = "<!-- peers -->"
@@ -46,19 +47,6 @@ CPU = {
     "cpu_cross_entropy_float32_peak_of_eager": "peak memory in fp32, to eager PyTorch's",
     "cpu_cross_entropy_bfloat16_peak_of_eager": "peak memory in bf16, to eager PyTorch's",
 }
-
-
-def cell(row, form="{:.3f}"):
-    """A figure as the tables show it; empty without one."""
-    if row is None:
-        return ""
-    return form.format(float(row["value"])) + (" **missed**" if figures.is_missed(row) else "")
-
-
-def table(*lines):
-    """Markdown of rows of cells, the header first."""
-    header, *body = (f"| {' | '.join(cells)} |" for cells in lines)
-    return [header, "|---" * len(lines[0]) + "|", *body]
 
 
 def cases_of(values):

@@ -1,11 +1,13 @@
-"""The attackers of the benchmark, each a process of its own on the lowest priority: attack.py NAME PORT SECONDS [key=value...]
+"""The attackers of the benchmark, each a process of its own on the lowest priority: attack.py NAME PORT SECONDS key=value...
 
 Speaks HTTP/2 by hand, in plain text, to a port of 127.0.0.1. Prints `begun` when it has reached the server, and what it did as a
 line of JSON at the end: at SIGTERM, or after SECONDS. Exits 1 if it never reached the server.
 """
 
 import asyncio
+import collections
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -30,17 +32,8 @@ def literal(name, value):
 
 
 def call_headers(path):
-    return b"".join(
-        literal(name, value)
-        for name, value in (
-            (b":method", b"POST"),
-            (b":scheme", b"http"),
-            (b":path", path),
-            (b":authority", b"127.0.0.1"),
-            (b"te", b"trailers"),
-            (b"content-type", b"application/grpc"),
-        )
-    )
+    pseudo = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"127.0.0.1"}
+    return b"".join(itertools.starmap(literal, {**pseudo, b"te": b"trailers", b"content-type": b"application/grpc"}.items()))
 
 
 COMPUTE_LOSS = call_headers(b"/headwater.v1.LossService/ComputeLoss")
@@ -54,10 +47,7 @@ class Attack:
         self.port = port
         self.end = time.monotonic() + seconds
         self.options = options
-        self.counts = {}
-
-    def count(self, what, by=1):
-        self.counts[what] = self.counts.get(what, 0) + by
+        self.counts = collections.Counter()
 
     def over(self):
         return time.monotonic() >= self.end
@@ -66,7 +56,7 @@ class Attack:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         if not self.counts:
             print("begun", flush=True)
-        self.count("connections")
+        self.counts["connections"] += 1
         if http2:
             writer.write(PREFACE + frame(SETTINGS, 0, 0))
         return reader, writer
@@ -87,35 +77,33 @@ class Attack:
                 reading.cancel()
                 writer.close()
             except OSError:
-                self.count("failures")
+                self.counts["failures"] += 1
                 await asyncio.sleep(pause)
 
 
 async def slow_loris(attack):
-    """`streams` calls, `each` of them on a connection, which begin and then send a byte of their first message every second."""
-    streams = int(attack.options.get("streams", 1000))
-    each = int(attack.options.get("each", 50))
+    """`streams` calls, 50 of them on a connection, which begin and then send a byte of their first message every second."""
+    each = 50
 
     async def trickle(writer, is_over):
         for i in range(each):
             stream = 2 * i + 1
             writer.write(frame(HEADERS, END_HEADERS, stream, COMPUTE_LOSS if i % 2 else UPLOAD_WEIGHTS))
             writer.write(frame(DATA, 0, stream, b"\0" + struct.pack(">I", 1 << 20)))
-            attack.count("streams")
+            attack.counts["streams"] += 1
         while not is_over():
             for i in range(each):
                 writer.write(frame(DATA, 0, 2 * i + 1, b"\x0a"))
-                attack.count("trickled_bytes")
+                attack.counts["trickled_bytes"] += 1
             await writer.drain()
             await asyncio.sleep(1)
 
-    await asyncio.gather(*(attack.repeat(trickle, pause=0.1) for _ in range(streams // each)))
+    await asyncio.gather(*(attack.repeat(trickle, pause=0.1) for _ in range(int(attack.options["streams"]) // each)))
 
 
 async def connections(attack):
     """Opens `total` connections, silent ones, ones with the preface, ones with nonsense, and drops them, within `over` seconds."""
-    total = int(attack.options.get("total", 10000))
-    seconds = float(attack.options.get("over", 10))
+    total, seconds = int(attack.options["total"]), float(attack.options["over"])
     begin = time.monotonic()
 
     async def one(i):
@@ -126,7 +114,7 @@ async def connections(attack):
             await asyncio.sleep(random.random())
             writer.transport.abort()
         except OSError:
-            attack.count("failures")
+            attack.counts["failures"] += 1
 
     tasks = set()
     for i in range(total):
@@ -142,10 +130,9 @@ async def connections(attack):
 async def garbage(attack):
     """`rate` bytes a second of garbage: frames of an unknown kind, calls whose messages are noise, and bytes that are no HTTP/2 on
     new connections. A server reads and skips the frames."""
-    rate = float(attack.options.get("rate", 100e6))
+    rate = float(attack.options["rate"])
     noise = os.urandom(1 << 20)
-    unknown = frame(UNKNOWN, 0, 0, noise[:16000])
-    unknown = unknown * 16
+    unknown = frame(UNKNOWN, 0, 0, noise[:16000]) * 16
     begin = time.monotonic()
     sent = 0
 
@@ -161,19 +148,19 @@ async def garbage(attack):
             for _ in range(4):
                 writer.write(unknown)
                 sent += len(unknown)
-                attack.count("bytes", len(unknown))
+                attack.counts["bytes"] += len(unknown)
                 await writer.drain()
             if stream < 1 << 30:
                 message = noise[:10000]
                 writer.write(frame(HEADERS, END_HEADERS, stream, COMPUTE_LOSS))
                 writer.write(frame(DATA, 1, stream, b"\0" + struct.pack(">I", len(message)) + message))
                 stream += 2
-                attack.count("calls")
-                attack.count("bytes", len(message))
+                attack.counts["calls"] += 1
+                attack.counts["bytes"] += len(message)
             await pace()
         _, other = await attack.open(http2=False)
         other.write(noise)
-        attack.count("bytes", len(noise))
+        attack.counts["bytes"] += len(noise)
         await asyncio.sleep(0)
         other.close()
 
@@ -192,11 +179,11 @@ async def resets(attack):
                 burst.append(frame(RST_STREAM, 0, stream, struct.pack(">I", CANCEL)))
                 stream += 2
             writer.write(b"".join(burst))
-            attack.count("resets", 100)
+            attack.counts["resets"] += 100
             await writer.drain()
             await asyncio.sleep(0)
 
-    await asyncio.gather(*(attack.repeat(send) for _ in range(int(attack.options.get("parallel", 4)))))
+    await asyncio.gather(*(attack.repeat(send) for _ in range(int(attack.options["parallel"]))))
 
 
 ATTACKS = {"slow_loris": slow_loris, "connections": connections, "garbage": garbage, "resets": resets}

@@ -1,32 +1,23 @@
-// The well-behaved client of the benchmark: one training step after the other over gRPC, for times given on stdin.
+// The well-behaved client of tests/bench/hostile/run: one training step after the other over gRPC, for times that the script gives.
 //
-//   hostile_client TARGET ROWS HIDDEN VOCAB
+//   hostile_client address=ADDRESS rows=N width=N vocab=N
 //
-// Prints `ready`. Each line `SECONDS` then makes it submit micro-batches, one at a time, for so long. It answers with a line `COUNT
-// FAILED MEDIAN_MS P90_MS`: the latencies of those that succeeded, repetitions by the client included. Ends at the end of stdin.
+// The request (serve.h) `measure seconds=S` submits micro-batches, one at a time, for so long. The answer: how many succeeded, how
+// many failed, and the first ones' median and 90th percentile latency in ms. The client's repetitions are part of a latency.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <cstdlib>
-#include <iostream>
 #include <random>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "headwater/client/client.h"
+#include "tests/bench/common/serve.h"
 
-namespace headwater::client {
+namespace headwater::bench {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-template <typename T>
-T Require(absl::StatusOr<T> value) {
-  if (value.ok()) return *std::move(value);
-  std::cerr << value.status() << "\n";
-  std::exit(1);
-}
 
 std::vector<float> RandomValues(int64_t count, float deviation) {
   std::mt19937 generator(1);
@@ -36,76 +27,47 @@ std::vector<float> RandomValues(int64_t count, float deviation) {
   return values;
 }
 
-double Quantile(std::vector<double> values, double quantile) {
-  if (values.empty()) return 0;
-  const size_t index = static_cast<size_t>(quantile * static_cast<double>(values.size() - 1));
-  std::nth_element(values.begin(), values.begin() + static_cast<int64_t>(index), values.end());
-  return values[index];
+double Quantile(const std::vector<double>& sorted, double quantile) {
+  return sorted.empty() ? 0 : sorted[static_cast<size_t>(quantile * static_cast<double>(sorted.size() - 1))];
 }
 
-class Trainer {
- public:
-  Trainer(const std::string& target, int64_t rows, int64_t hidden_size, int64_t vocab_size)
-      : client_(Require(Client::Connect(target, Options()))),
-        head_(Require(client_.CreateHead("measured", Spec(hidden_size, vocab_size)))),
-        hidden_(RandomValues(rows * hidden_size, 1.0F)),
-        hidden_size_(hidden_size),
-        targets_(static_cast<size_t>(rows)) {
-    const std::vector<float> weight = RandomValues(vocab_size * hidden_size, 0.02F);
-    Require(head_.UploadWeights(HeadTensor::kWeight, TensorView::Float32(weight)));
-    for (size_t i = 0; i < targets_.size(); ++i) targets_[i] = static_cast<int32_t>(i % static_cast<size_t>(vocab_size));
-    Submit();  // connections are made
-  }
-
-  // Submits one micro-batch; whether it succeeded.
-  bool Submit() {
-    MicroBatchOptions options = {.step = 0, .micro_batch = next_++};
-    return head_.CrossEntropy(RowsView::Float32(hidden_, hidden_size_), targets_, {}, options).Get().ok();
-  }
-
- private:
-  static ClientOptions Options() { return {.client_name = "well-behaved", .transport = Transport::kGrpc}; }
-  static HeadSpec Spec(int64_t hidden_size, int64_t vocab_size) {
-    return {.vocab_size = vocab_size, .hidden_size = hidden_size, .trainable = true};
-  }
-
-  Client client_;
-  Head head_;
-  const std::vector<float> hidden_;
-  const int64_t hidden_size_;
-  std::vector<int32_t> targets_;
-  int64_t next_ = 0;
-};
-
-void Serve(Trainer& trainer) {
-  std::cout << "ready" << std::endl;
-  for (double seconds = 0; std::cin >> seconds;) {
-    const Clock::time_point end =
-        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+Answer Open(Request& arguments) {
+  const auto rows = arguments.Take<int64_t>("rows", 0), width = arguments.Take<int64_t>("width", 0);
+  const auto vocab = arguments.Take<int64_t>("vocab", 0);
+  const client::ClientOptions options = {.client_name = "well-behaved", .transport = client::Transport::kGrpc};
+  client::Client connection = Require(client::Client::Connect(arguments.Take<std::string>("address", ""), options));
+  const client::HeadSpec spec = {.vocab_size = vocab, .hidden_size = width, .trainable = true};
+  client::Head head = Require(connection.CreateHead("measured", spec));
+  const std::vector<float> weight = RandomValues(vocab * width, 0.02F), hidden = RandomValues(rows * width, 1.0F);
+  Require(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
+  std::vector<int32_t> targets;
+  for (int64_t i = 0; i < rows; ++i) targets.push_back(static_cast<int32_t>(i % vocab));
+  int64_t next = 0;
+  auto submit = [=]() mutable {
+    client::MicroBatchOptions micro_batch = {.step = 0, .micro_batch = next++};
+    return head.CrossEntropy(client::RowsView::Float32(hidden, width), targets, {}, micro_batch).Get().ok();
+  };
+  submit();  // connections are made
+  return [=](Request& request) mutable {
+    const std::chrono::duration<double> length(request.Take("seconds", 0.0));
     std::vector<double> latencies;
-    int64_t failed = 0;
-    while (Clock::now() < end) {
-      const Clock::time_point begin = Clock::now();
-      if (trainer.Submit()) {
-        latencies.push_back(std::chrono::duration<double, std::milli>(Clock::now() - begin).count());
+    double failed = 0;
+    for (const auto start = Clock::now(); Clock::now() - start < length;) {
+      const auto begin = Clock::now();
+      const bool succeeded = submit();
+      const double ms = std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+      if (succeeded) {
+        latencies.push_back(ms);
       } else {
         ++failed;
       }
     }
-    std::cout << latencies.size() << " " << failed << " " << Quantile(latencies, 0.5) << " " << Quantile(latencies, 0.9)
-              << std::endl;
-  }
+    std::sort(latencies.begin(), latencies.end());
+    return Words({static_cast<double>(latencies.size()), failed, Quantile(latencies, 0.5), Quantile(latencies, 0.9)});
+  };
 }
 
 }  // namespace
-}  // namespace headwater::client
+}  // namespace headwater::bench
 
-int main(int argc, char** argv) {
-  if (argc != 5) {
-    std::cerr << "usage: hostile_client TARGET ROWS HIDDEN VOCAB\n";
-    return 2;
-  }
-  headwater::client::Trainer trainer(argv[1], std::stoll(argv[2]), std::stoll(argv[3]), std::stoll(argv[4]));
-  headwater::client::Serve(trainer);
-  return 0;
-}
+int main(int argc, char** argv) { return headwater::bench::Serve(argc, argv, headwater::bench::Open); }

@@ -7,8 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import plots
-from measured import ERROR_WAYS, QUANTITIES, Study
-from points import COMPARED, LABELS, Point
+from points import COMPARED, ERROR_WAYS, LABELS, QUANTITIES, Point
 
 # Okabe and Ito's colours, distinct without red and green. Headwater alone is warm, and drawn thicker.
 COLOURS = {
@@ -26,7 +25,7 @@ BATCHES = ("sequences in the micro-batch", "batch", ("batches",))
 CONTEXTS = ("tokens of the one sequence", "context", ("contexts", "long"))
 
 
-def draw_lines(axes, study: Study, columns: dict[str, list[Point]], measure: str, divisor: float) -> None:
+def draw_lines(axes, study, columns: dict[str, list[Point]], measure: str, divisor: float) -> None:
     """Draws a line per way over the columns, and a mark above those where it ran out of memory."""
     crosses: dict[int, list[str]] = {}
     for way in COMPARED:
@@ -61,7 +60,7 @@ def columns_of(points: list[Point], by: str, parts: tuple[str, ...]) -> dict[str
     return {f"{size // 1024}k" if by == "context" and size >= 1024 else str(size): own for size, own in sorted(found.items())}
 
 
-def line_plot(study: Study, points: list[Point], path, unit: str, divisor: float, *panels) -> None:
+def line_plot(study, points: list[Point], path, unit: str, divisor: float, *panels) -> None:
     """Panels (title, BATCHES or CONTEXTS, measure) beside each other."""
     with plots.panels(path, (10.5, 4.2), 1, len(panels), {"axes.titlepad": 24}, sharey=True) as (figure, every):
         legend = {}
@@ -86,7 +85,7 @@ def memory(sizes):
     return lambda study, points, path: line_plot(study, points, path, "GiB", MIB_IN_GIB, *panels)
 
 
-def throughput(study: Study, points: list[Point], path) -> None:
+def throughput(study, points: list[Point], path) -> None:
     panels = (
         ("By micro-batch", BATCHES, "tokens_per_second"),
         ("By context, with activation checkpointing", CONTEXTS, "tokens_per_second"),
@@ -104,7 +103,7 @@ def lay_out(figure, every, names: list[str], **margins) -> None:
     figure.subplots_adjust(**margins, bottom=0.62 / height, top=1 - 0.4 / height)
 
 
-def ablation(study: Study, points: list[Point], path) -> None:
+def ablation(study, points: list[Point], path) -> None:
     """Bars: the trainer's peak and the rest of the card's; time of a step."""
     own = [point for point in points if point.part == "ablation" and study.figure(point, "step_ms")]
     if not own:
@@ -131,7 +130,7 @@ def ablation(study: Study, points: list[Point], path) -> None:
         lay_out(figure, (memory, time), [LABELS[point.way] for point in own], left=0.23, right=0.97, wspace=0.08)
 
 
-def errors(study: Study, points: list[Point], path) -> None:
+def errors(study, points: list[Point], path) -> None:
     """Points on a logarithmic axis: relative error against fp64 by way, nearest first."""
     values = {way: study.value(f"smollm2_{way}_grad_hidden_error") for way in ERROR_WAYS}
     ways = sorted((way for way in values if values[way]), key=values.get)

@@ -76,6 +76,17 @@ PARTS = (
 )  # fmt: skip
 ON_TWO_GPUS = ("second_gpu", "fsdp")
 
+QUANTITIES = ("grad_hidden", "grad_weight", "loss")
+# The ways of tests/bench/peers whose errors on the real model's rows are shown, by the study's name.
+ERROR_WAYS = {
+    "headwater": "headwater_fp32",
+    "headwater_dithered": "headwater_tau_2_12",
+    "eager": "torch_eager_anew",
+    "compile": "torch_compile_anew",
+    "liger": "liger_anew",
+    "cce": "cce_anew",
+}
+
 
 def in_order(points: list[Point]) -> list[Point]:
     """Points in the order of their parts."""

@@ -13,13 +13,15 @@ the figures of `run --smoke`. Exits 1 if a bound is missed.
 
 import argparse
 import dataclasses
+import functools
 import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
 import drawings
-from measured import ERROR_WAYS, QUANTITIES, Study, figures, study_rows
-from points import COMPARED, LABELS, WAYS, all_points, smoke_points
+import figures
+from points import COMPARED, ERROR_WAYS, LABELS, QUANTITIES, WAYS, Point, all_points, smoke_points
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "<!-- results -->"
@@ -33,8 +35,7 @@ MEASURES = (
     ("card, all processes, MiB", "card0_peak_mib", "{:,.0f}"),
     ("second card, MiB", "card1_peak_mib", "{:,.0f}"),
 )
-GRID_MEASURES = [MEASURES[index] for index in (2, 4, 0, 1)]
-# Heading, parts, plots and what a reader should know. Parts in a GRID have a table for each measure, one column per size.
+# Heading, parts, plots and what a reader should know.
 SECTIONS = (
     ("By micro-batch", ("batches",), ("memory_by_batch", "throughput"),
      "The 1B model without activation checkpointing. *Trainer* is what PyTorch allocated on the trainer's "
@@ -69,13 +70,61 @@ SECTIONS = (
     ("A second GPU", ("second_gpu",), (),
      "The server beside the trainer on its GPU, and on a GPU of its own, on the machine with two."),
 )  # fmt: skip
-GRID = ("batches", "contexts")
 CONTEXT_BOUNDS = ("long", "cap24")  # parts whose points must run
+ERROR_BOUND = 0.2  # of grad_hidden: Headwater's error / a peer's
+PEER_ERROR = re.compile(
+    r"(?P<prefix>\w+?_)peers_smollm2_n\d+_h\d+_v\d+_(?P<way>\w+?)_(?P<quantity>loss|grad_hidden|grad_weight)_error"
+)
 
 
-def cell(row, form):
-    """A figure as the tables show it."""
-    return figures.cell(row, form, NONE)
+def study_rows(rows):
+    """The study's rows of a file; the peers' errors on the real model get the study's names, and ratios with their bound."""
+    kept, errors = [], {}
+    names = {peer: way for way, peer in ERROR_WAYS.items()}
+    for row in rows:
+        match = PEER_ERROR.fullmatch(row["case"])
+        if match and match["way"] in names:
+            case = f"{match['prefix']}study_smollm2_{names[match['way']]}_{match['quantity']}_error"
+            kept.append(row | {"case": case, "sense": "", "required": ""})
+            errors[match["prefix"], names[match["way"]], match["quantity"]] = row
+        elif "study_" in row["case"]:
+            kept.append(row)
+    for (prefix, way, quantity), peer in errors.items():
+        ours = errors.get((prefix, "headwater", quantity))
+        if ours and way in ("eager", "liger") and quantity == "grad_hidden":
+            case = f"{prefix}study_smollm2_headwater_grad_hidden_of_{way}"
+            ratio = float(ours["value"]) / float(peer["value"])
+            kept.append(figures.row(case, ratio, "x the peer's error", ours["machine"], ours["commit"], ERROR_BOUND))
+    return kept
+
+
+class Study:
+    """The rows of one kind of device: those whose cases begin with `prefix`."""
+
+    def __init__(self, rows, prefix: str):
+        self.rows = [row for row in rows if row["case"].startswith(f"{prefix}study_")]
+        self.by_case = {row["case"][len(prefix) + len("study_") :]: row for row in self.rows}
+        self.row = self.by_case.get
+
+    def value(self, case: str) -> float | None:
+        """A figure, or None."""
+        row = self.row(case)
+        return None if row is None else float(row["value"])
+
+    def ran_out(self, point: Point) -> bool:
+        """Whether the point ran out of memory."""
+        return self.value(f"{point.name}_out_of_memory") == 1
+
+    def figure(self, point: Point, measure: str):
+        """The row of a point's measure; None where it ran out of memory or has none."""
+        return None if self.ran_out(point) else self.row(f"{point.name}_{measure}")
+
+    def is_measured(self, point: Point) -> bool:
+        """Whether the point ran, to its end or out of memory."""
+        return self.row(f"{point.name}_out_of_memory") is not None
+
+
+cell = functools.partial(figures.cell, absent=NONE)
 
 
 def cap(point):
@@ -138,22 +187,7 @@ class Pages:
             return OUT
         return "" if self.study.is_measured(point) else NONE
 
-    def grids(self, points):
-        """A table for each of GRID_MEASURES: a line per way, a column per size."""
-        found = {}
-        for point in points:
-            found.setdefault(point.way, {})[sizes(point)] = point
-        columns = list(dict.fromkeys(sizes(point) for point in points))
-        lines = []
-        for words, measure, form in GRID_MEASURES:
-            body = [
-                [LABELS[way], *(self.point_cell(own[size], measure, form) if size in own else "" for size in columns)]
-                for way, own in found.items()
-            ]
-            lines += figures.markdown([words[0].upper() + words[1:], *(size.partition(",")[0] for size in columns)], body)
-        return lines
-
-    def flat(self, points):
+    def points_table(self, points):
         """A line per point. Columns without a figure are left out, and so are the sizes where all points have the same."""
         lines = []
         for point in points:
@@ -302,7 +336,7 @@ class Pages:
                 lines += self.plot(name)
             ways, columns = {point.way for point in measured}, {sizes(point) for point in measured}
             shown = sorted((point for point in own if point.way in ways and sizes(point) in columns), key=lambda point: point.rows)
-            lines += self.grids(shown) if parts[0] in GRID else self.flat(shown)
+            lines += self.points_table(shown)
             absent = dict.fromkeys(LABELS[point.way] for point in own if point.way not in ways)
             lines += [f"Not measured: {joined(absent)}.", ""] if absent else []
         for heading, prefix, words, body in (

@@ -1,43 +1,36 @@
-"""The common parts of the benchmark's workers in Python: their arguments, and the lines of their conversation with
-transport_bench."""
+"""The common parts of the workers in Python of `run`: their arguments and answers."""
 
 import argparse
-import contextlib
+import pathlib
 import sys
-import traceback
+import time
 
-
-def say(line):
-    """A line for the benchmark."""
-    sys.__stdout__.write(line.replace("\n", " ") + "\n")
-    sys.__stdout__.flush()
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
+import runs
 
 
 def serve(description, choice, known, prepare, unavailable):
-    """Says `ready`, or `unavailable: why`, and does what the lines `WORD NUMBER...` ask for.
+    """Answers requests (runs.Service) that name a function's arguments with the milliseconds of one of `count`.
 
-    `choice` is the argument that is one of `known`. `prepare(options)` makes the function of the lines' numbers; one of the errors
-    `unavailable` says that this machine cannot. The output of libraries goes to standard error.
+    `choice` is the argument that is one of `known`. `prepare(options)` makes the function, or raises one of the errors
+    `unavailable` where this machine cannot.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--address", default="", help="of the server, for its clients")
     parser.add_argument(choice, required=True, choices=known)
     parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--hidden", type=int, required=True)
+    parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--vocab", type=int, required=True)
     options = parser.parse_args()
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            work = prepare(options)
-        except unavailable as error:
-            say(f"unavailable: {error}")
-            return
-        say("ready")
-        for line in sys.stdin:
-            try:
-                work(*map(int, line.split()[1:]))
-            except Exception as error:  # reported to the benchmark, which ends
-                traceback.print_exc()
-                say(f"{type(error).__name__}: {error}")
-                return
-            say("done")
+
+    def begin():
+        work = prepare(options)
+
+        def answer(_, count, **values):
+            start = time.perf_counter()
+            work(count=int(count), **{name: int(value) for name, value in values.items()})
+            return ((time.perf_counter() - start) * 1000 / int(count),)
+
+        return answer
+
+    runs.serve(begin, unavailable)

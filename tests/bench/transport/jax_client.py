@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""headwater.jax as transport_bench drives it: compiled value_and_grad of the loss, whose backward commits.
+"""headwater.jax as `run` drives it: compiled value_and_grad of the loss, whose backward commits.
 
-Reads lines `submit STEP FIRST_ID COUNT` and answers each with `done`; says `ready` first, or `unavailable: why`. The step is the
-head's open one.
+The request `submit step=N first=N count=N` (client_loop.py) submits so many micro-batches from the id `first` on, to
+the head's open step.
 """
 
 import os
@@ -28,7 +28,7 @@ def prepare(options):
     warnings.simplefilter("error", headwater.HeadWarning)  # as where the handler cannot be used
     client = headwater.connect(options.address, transport=options.transport)
     head = client.head("student")
-    x = jax.random.normal(jax.random.key(2), (options.rows, options.hidden), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(2), (options.rows, options.width), jnp.bfloat16)
     labels = jax.random.randint(jax.random.key(3), (options.rows,), 0, options.vocab)
 
     def loss(x, labels, micro_batch):
@@ -36,7 +36,7 @@ def prepare(options):
 
     step = jax.jit(jax.value_and_grad(loss)).lower(x, labels, np.int32(0)).compile()
 
-    def submit(_, first, count):
+    def submit(count, first, **_):
         for micro_batch in range(first, first + count):
             value, grad = jax.block_until_ready(step(x, labels, np.int32(micro_batch)))
             if not value > 0 or grad.shape != x.shape:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""A loss in PyTorch's own process as transport_bench drives it, on the same GPU as the server and the engine.
+"""A loss in PyTorch's own process as `run` drives it, on the same GPU as the server and the engine.
 
-Reads lines `run COUNT`, computes loss and both gradients so many times, and answers each with `done`; says `ready` first, or
-`unavailable: why`. Peers: torch_eager, torch_compile, liger_fp32; their losses are those of tests/bench/peers/peers.py.
+The request `run count=N` (client_loop.py) computes loss and both gradients so many times. Peers: torch_eager, torch_compile,
+liger_fp32; their losses are those of tests/bench/peers/peers.py.
 """
 
 import pathlib
@@ -23,7 +23,7 @@ def prepare(options):
         values = torch.randn(count, columns, device="cuda", dtype=torch.bfloat16, generator=generator)
         return values.mul_(deviation).requires_grad_()
 
-    hidden, weight = normal(options.rows, options.hidden, 1), normal(options.vocab, options.hidden, options.hidden**-0.5)
+    hidden, weight = normal(options.rows, options.width, 1), normal(options.vocab, options.width, options.width**-0.5)
     targets = torch.randint(options.vocab, (options.rows,), device="cuda", generator=generator)
     torch_loss = torch.compile(peers.eager_loss) if options.peer == "torch_compile" else peers.eager_loss
     if options.peer == "liger_fp32":

@@ -12,6 +12,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import figures
 import plots
+from plots import cell, table
 
 MARK = "<!-- figures -->"
 PREFIX = figures.GPU_PREFIX + "transport_"
@@ -45,38 +46,21 @@ def cases_of(values):
 
 def table_of(values):
     """Lines of Markdown."""
-    lines = [
-        "| case | ms | against | ms | ratio | required | aim | spread | burst | x products | MHz | W |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-
-    def value(case, form="{:.3f}"):
-        return form.format(float(values[case]["value"])) if case in values else ""
-
+    lines = [("case", "ms", "against", "ms", "ratio", "required", "aim", "spread", "burst", "x products", "MHz", "W")]
     for name in cases_of(values):
-        case = PREFIX + name
-        row = values[case + RATIO]
-        mark = " **missed**" if figures.is_missed(row) else ""
-        cells = [
-            name,
-            value(f"{case}_ms"),
-            row["unit"].removeprefix("x "),
-            value(f"{case}_base_ms"),
-            value(case + RATIO) + mark,
-            row["required"],
-            f"{AIMS[name]:g}" if name in AIMS else "",
-            value(f"{case}_spread"),
-            value(f"{case}_burst_ratio"),
-            value(f"{case}_of_products"),
-            value(f"{case}_sm_mhz", "{:.0f}"),
-            value(f"{case}_watts", "{:.0f}"),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    others = [row for case, row in values.items() if not case.startswith(PREFIX)]
-    if others:
-        lines += ["", "| figure | value | unit | required |", "|---|---|---|---|"]
-        lines += [f"| {row['case']} | {row['value']} | {row['unit']} | {row['required']} |" for row in others]
-    return lines
+
+        def value(figure, form="{:.3f}", case=PREFIX + name):
+            return cell(values.get(f"{case}_{figure}"), form)
+
+        row = values[PREFIX + name + RATIO]
+        times = (value("ms"), row["unit"].removeprefix("x "), value("base_ms"), value("ratio"))
+        bounds = (row["required"], f"{AIMS[name]:g}" if name in AIMS else "")
+        others = (*map(value, ("spread", "burst_ratio", "of_products")), value("sm_mhz", "{:.0f}"), value("watts", "{:.0f}"))
+        lines.append((name, *times, *bounds, *others))
+    others = [
+        (row["case"], row["value"], row["unit"], row["required"]) for case, row in values.items() if not case.startswith(PREFIX)
+    ]
+    return table(*lines) + (["", *table(("figure", "value", "unit", "required"), *others)] if others else [])
 
 
 def draw(values, plot):

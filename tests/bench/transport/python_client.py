@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The Python client as transport_bench drives it: submits micro-batches on command, as a trainer does.
+"""The Python client as `run` drives it: submits micro-batches on command, as a trainer does.
 
-Reads lines `submit STEP FIRST_ID COUNT` and answers each with `done`; says `ready` first, or `unavailable: why`.
+The request `submit step=N first=N count=N` (client_loop.py) submits so many micro-batches from the id `first` on.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ import headwater
 
 def make_rows(client, options):
     """Hidden states, bfloat16 (rows, hidden), where the path wants them."""
-    values = np.random.default_rng(2).standard_normal((options.rows, options.hidden), dtype=np.float32)
+    values = np.random.default_rng(2).standard_normal((options.rows, options.width), dtype=np.float32)
     if options.transport == "cuda_ipc":
         import torch
 
@@ -20,7 +20,7 @@ def make_rows(client, options):
     rows = headwater.BFloat16.from_float32(values)
     if options.transport != "shared_memory":
         return rows
-    shared = client.empty_rows(options.rows, options.hidden, "bfloat16")
+    shared = client.empty_rows(options.rows, options.width, "bfloat16")
     target = shared.bits if isinstance(shared, headwater.BFloat16) else shared.view(np.uint16)
     target[...] = rows.bits
     return shared
@@ -33,7 +33,7 @@ def prepare(options):
     rows = make_rows(client, options)
     targets = np.random.default_rng(3).integers(0, options.vocab, options.rows, dtype=np.int32)
 
-    def submit(step, first, count):
+    def submit(count, step, first):
         for micro_batch in range(first, first + count):
             out = head.cross_entropy(rows, targets, step=step, micro_batch=micro_batch)
             if out.transport != options.transport:

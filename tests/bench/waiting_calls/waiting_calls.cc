@@ -27,7 +27,8 @@
 #include "headwater/client/client.h"
 #include "headwater/v1/head_service.grpc.pb.h"
 #include "headwater/v1/loss_service.grpc.pb.h"
-#include "tests/bench/common/flags.h"
+#include "tests/bench/common/serve.h"
+#include "tests/e2e/cpp/support/await.h"
 #include "tests/e2e/cpp/support/server_process.h"
 #include "tests/kernels/support/figure_file.h"
 
@@ -35,6 +36,7 @@ namespace headwater::bench {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Stub = v1::HeadService::Stub;
 
 constexpr int kAllCalls = 10000;  // from here on figures are required
 constexpr double kMostThreads = 16;
@@ -44,25 +46,10 @@ constexpr int kKinds = 4;
 constexpr int kRowSize = 16;                        // of a join's only row, fp32
 constexpr int64_t kJoinBytes = kRowSize * 4 + 128;  // of --max_join_bytes, with what each row takes beside its data
 
+// Calls that wait cannot be taken down in order.
 [[noreturn]] void Fail(const std::string& what) {
   std::fprintf(stderr, "%s\n", what.c_str());
   std::exit(1);
-}
-
-template <typename T>
-T Require(absl::StatusOr<T> value) {
-  if (!value.ok()) Fail(value.status().ToString());
-  return *std::move(value);
-}
-
-// Waits for what soon comes true.
-bool Await(const std::function<bool()>& is_true) {
-  const auto end = Clock::now() + std::chrono::seconds(60);
-  while (!is_true()) {
-    if (Clock::now() > end) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  }
-  return true;
 }
 
 // A number of /proc/PID/status: threads, or kB.
@@ -144,7 +131,7 @@ class Bench {
 
   int Run() {
     const pid_t pid = server_.process().pid();
-    const double step_before = TimeGetStep(), norm_before = TimeGradientNorm();
+    const double step_before = P99(&Stub::GetStep), norm_before = P99(&Stub::GetGradientNorm);
     const int64_t threads_before = ReadStatus(pid, "Threads"), kb_before = ReadStatus(pid, "VmRSS");
     for (size_t i = 0; i < calls_.size(); ++i) Begin(i);
     std::this_thread::sleep_for(std::chrono::seconds(10));  // all have come, and threads without a task have ended
@@ -153,19 +140,19 @@ class Bench {
     if (SealOnce() != grpc::StatusCode::RESOURCE_EXHAUSTED) Fail("not every call waits");
     if (JoinOnce() != grpc::StatusCode::RESOURCE_EXHAUSTED) Fail("not every join waits");  // their rows take all bytes
     const int64_t threads = ReadStatus(pid, "Threads"), kb = ReadStatus(pid, "VmRSS");
-    const double step_beside = TimeGetStep(), norm_beside = TimeGradientNorm();
+    const double step_beside = P99(&Stub::GetStep), norm_beside = P99(&Stub::GetGradientNorm);
     if (ended_ > 0) Fail("a call ended by itself: " + first_error_);
     const size_t half = calls_.size() / 2;
     for (size_t i = 0; i < half; ++i) {
       calls_[i].context.TryCancel();
       if (calls_[i].join != nullptr) calls_[i].join->Leave();
     }
-    if (!Await([&] { return ended_ == static_cast<int64_t>(half); })) Fail("not every cancelled call ended");
+    if (!e2e::Await([&] { return ended_ == static_cast<int64_t>(half); })) Fail("not every cancelled call ended");
     EndStep();
     for (size_t i = half; i < calls_.size(); ++i) {
       if (calls_[i].join != nullptr) calls_[i].join->Bring();
     }
-    if (!Await([this] { return ended_ == static_cast<int64_t>(calls_.size()); })) Fail("not every call ended with the step");
+    if (!e2e::Await([this] { return ended_ == static_cast<int64_t>(calls_.size()); })) Fail("not every call ended with the step");
     for (size_t i = half; i < calls_.size(); ++i) {
       if (calls_[i].join != nullptr && !calls_[i].join->was_taken()) Fail("a join's row was not taken");
     }
@@ -268,31 +255,17 @@ class Bench {
     if (!status.ok()) Fail(status.error_message());
   }
 
-  double TimeGetStep() {
-    return P99([this](grpc::ClientContext* context) {
-      v1::GetStepRequest request;
-      *request.mutable_head() = At(other_, 0);
-      v1::GetStepResponse response;
-      return small_->GetStep(context, request, &response);
-    });
-  }
-
-  double TimeGradientNorm() {
-    return P99([this](grpc::ClientContext* context) {
-      v1::GetGradientNormRequest request;
-      *request.mutable_head() = At(other_, 0);
-      v1::GetGradientNormResponse response;
-      return small_->GetGradientNorm(context, request, &response);
-    });
-  }
-
   // In microseconds, of one call after the other.
-  double P99(const std::function<grpc::Status(grpc::ClientContext*)>& call) {
+  template <typename Request, typename Response>
+  double P99(grpc::Status (Stub::*call)(grpc::ClientContext*, const Request&, Response*)) {
+    Request request;
+    *request.mutable_head() = At(other_, 0);
     std::vector<double> times;
     for (const auto end = Clock::now() + std::chrono::duration<double>(seconds_); Clock::now() < end;) {
       grpc::ClientContext context;
+      Response response;
       const auto start = Clock::now();
-      const grpc::Status status = call(&context);
+      const grpc::Status status = ((*small_).*call)(&context, request, &response);
       times.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count());
       if (!status.ok()) Fail(status.error_message());
     }
@@ -305,7 +278,7 @@ class Bench {
   e2e::ServerProcess server_;
   std::vector<std::shared_ptr<grpc::Channel>> channels_;
   std::shared_ptr<grpc::Channel> small_channel_;  // of the small calls
-  std::unique_ptr<v1::HeadService::Stub> small_;
+  std::unique_ptr<Stub> small_;
   client::Client client_ = Require(client::Client::Connect(server_.address()));
   client::Head head_ = MakeHead("waited_for"), other_ = MakeHead("other");
   std::deque<WaitingCall> calls_;
@@ -314,14 +287,16 @@ class Bench {
 };
 
 int Main(int argc, char** argv) {
-  int calls = kAllCalls, connections = 100;
-  double seconds = 5;
-  Flags flags;
-  flags.Number("--calls", kKinds, 1e6, &calls);
-  flags.Number("--connections", 1, 1e4, &connections);
-  flags.Number("--seconds", 0.01, 600, &seconds);
-  flags.Parse(argc, argv);
-  return Bench(calls, connections, seconds).Run();
+  try {
+    Request flags(argc, argv);
+    const int calls = flags.Take("calls", kAllCalls), connections = flags.Take("connections", 100);
+    const double seconds = flags.Take("seconds", 5.0);
+    flags.ExpectEmpty();
+    return Bench(calls, connections, seconds).Run();
+  } catch (const std::runtime_error& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
 }
 
 }  // namespace

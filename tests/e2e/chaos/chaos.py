@@ -98,11 +98,10 @@ class Disk:
 class Run:
     """One training run, in a directory of its own."""
 
-    def __init__(self, directory: Path, *, seed: int, steps: int, shards: int, link_kind: str, say=print):
+    def __init__(self, directory: Path, *, seed: int, steps: int, shards: int, link_kind: str):
         directory.mkdir()
         self.directory = directory
         self.steps = steps
-        self.say = say
         self._seed = seed
         self._closing = contextlib.ExitStack()
         self.disk = Disk(directory / "checkpoints")
@@ -146,17 +145,9 @@ class Run:
     def _start_trainer(self, rank: int) -> None:
         self._generations[rank] += 1
         link = self.links[rank]
-        command = [
-            *link.command,
-            sys.executable,
-            trainer.__file__,
-            f"--address={link.address}",
-            f"--directory={self.directory}",
-            f"--rank={rank}",
-            f"--generation={self._generations[rank]}",
-            f"--steps={self.steps}",
-            f"--seed={self._seed}",
-        ]
+        options = {"rank": rank, "generation": self._generations[rank], "steps": self.steps, "seed": self._seed}
+        options |= {"address": link.address, "directory": str(self.directory)}
+        command = [*link.command, sys.executable, trainer.__file__, json.dumps(options)]
         with (self.directory / f"trainer-{rank}-log").open("ab") as log:
             # gRPC would take a proxy of the environment for addresses that are not loopback.
             environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
@@ -240,7 +231,7 @@ class Run:
             self._go(event.step + 1)
             self._await(lambda event=event: self.step() >= event.step, STUCK_TIMEOUT_S, f"step {event.step}, for event {number}")
             time.sleep(event.delay_s)
-            self.say(f"{number:4} step {self.step():4}: {event.kind} {event.rank} {event.seconds:.2f} s")
+            print(f"{number:4} step {self.step():4}: {event.kind} {event.rank} {event.seconds:.2f} s", flush=True)
             self.fire(event)
         self._go(self.steps)
 
@@ -266,9 +257,9 @@ class Run:
         return result
 
 
-def campaign(directory: Path, *, seed: int, events: int, steps: int, shards: int, link_kind: str, say=print) -> dict:
+def campaign(directory: Path, *, seed: int, events: int, steps: int, shards: int, link_kind: str) -> dict:
     """Both runs, compared. What there is to report; Failure if they differ, or one does not end."""
-    options = {"seed": seed, "steps": steps, "shards": shards, "say": say}
+    options = {"seed": seed, "steps": steps, "shards": shards}
     outcome: dict = {}
 
     def undisturbed() -> None:

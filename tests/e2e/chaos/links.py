@@ -1,5 +1,6 @@
 """Links between trainers and the server that can be cut, halted and slowed down: through a proxy, or in network namespaces."""
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -19,81 +20,58 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class ProxyLink:
-    """A TCP proxy in this process. Needs no rights."""
+    """A TCP proxy in a thread of this process. Needs no rights."""
 
     kind = "proxy"
 
     def __init__(self, port: int):
         self.command: list[str] = []  # what the trainer's command begins with
         self.listen_address = f"127.0.0.1:{port}"
-        self._target = ("127.0.0.1", port)
-        self._lock = threading.Lock()
-        self._open = threading.Event()
-        self._open.set()
-        self._slow = False
-        self._sockets: set[socket.socket] = set()
-        self._closed = False
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._port = port
+        self._halted = self._slow = False
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._connect, "127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.01)  # there are no descriptors, say
-                continue
-            try:
-                far = socket.create_connection(self._target)
-            except OSError:  # the server is down
-                near.close()
-                continue
-            # While no other thread knows of them: a pump, or a cut, may close both at any time after.
-            for each in (near, far):
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                self._sockets |= {near, far}
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:  # the server is down
+            writer.close()
+            return
+        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
 
-    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        self._writers.add(sink)
         with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                self._open.wait()
+            while data := await source.read(65536):
+                while self._halted:
+                    await asyncio.sleep(0.005)
                 if self._slow:
-                    time.sleep(len(data) / SLOW_BYTES_PER_S)
-                sink.sendall(data)
-        self._close((source, sink), reset=False)
+                    await asyncio.sleep(len(data) / SLOW_BYTES_PER_S)
+                sink.write(data)
+                await sink.drain()
+        self._writers.discard(sink)
+        sink.close()  # which ends the other direction, too
 
-    def _close(self, sockets, *, reset: bool) -> None:
-        with self._lock:
-            self._sockets -= set(sockets)
-        for each in sockets:
-            with contextlib.suppress(OSError):
-                if reset:
-                    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                else:
-                    each.shutdown(socket.SHUT_RDWR)
-            with contextlib.suppress(OSError):
-                each.close()
+    def _reset(self) -> None:
+        for writer in self._writers:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
 
     def cut(self, seconds: float) -> None:
         """Ends all connections; those that come within `seconds` get nowhere."""
-        with self._lock:
-            sockets = tuple(self._sockets)
-        self._open.clear()
-        self._close(sockets, reset=True)
-        time.sleep(seconds)
-        self._open.set()
+        self._halted = True
+        self._loop.call_soon_threadsafe(self._reset)
+        self.halt(seconds)
 
     def halt(self, seconds: float) -> None:
         """Nothing goes either way."""
-        self._open.clear()
+        self._halted = True
         time.sleep(seconds)
-        self._open.set()
+        self._halted = False
 
     def slow(self, seconds: float) -> None:
         self._slow = True
@@ -101,14 +79,8 @@ class ProxyLink:
         self._slow = False
 
     def close(self) -> None:
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept(), which close() does not
-        self._listener.close()
-        self._open.set()
-        with self._lock:
-            sockets = tuple(self._sockets)
-        self._close(sockets, reset=False)
+        for end in (self._server.close, self._reset, self._loop.stop):
+            self._loop.call_soon_threadsafe(end)
 
 
 _numbers = itertools.count()

@@ -7,11 +7,11 @@ A step: two explicit micro-batches whose grad_hidden moves the body, an eager on
 the next step is written before the commits: whenever this process is killed, a successor finds the body of whatever step is open.
 """
 
-import argparse
 import json
 import os
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +38,7 @@ def write(path: Path, text: bytes) -> None:
 
 
 class Trainer:
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: types.SimpleNamespace):
         self.args = args
         self.directory = Path(args.directory)
         self.tries = 0
@@ -176,12 +176,7 @@ class Trainer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--directory", required=True)
-    for name in ("rank", "generation", "steps", "seed"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    trainer = Trainer(parser.parse_args())
+    trainer = Trainer(types.SimpleNamespace(**json.loads(sys.argv[1])))
     trainer.train()
     trainer.tell()
     # The client's threads may be in the middle of a call to a server that is about to go.

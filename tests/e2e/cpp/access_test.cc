@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "headwater/client/client.h"
+#include "tests/e2e/cpp/support/await.h"
 #include "tests/e2e/cpp/support/server_process.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
 #include "tests/integration/support/test_certificates.h"
@@ -21,8 +22,7 @@ using headwater::testing::TestAuthority;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-constexpr int64_t kHiddenSize = 512;
-constexpr int64_t kVocabSize = 32;
+const HeadSpec kSpec = {.vocab_size = 32, .hidden_size = 512};
 constexpr int64_t kRows = 5000;  // 10 MB: three streams
 
 // By `printf %s secret-trainer | sha256sum`.
@@ -63,25 +63,12 @@ class Access : public ::testing::Test {
   const TestAuthority client_authority_{"clients"};
 };
 
-Head MakeHead(Client& client, const std::string& name = "h") {
-  HeadSpec spec = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize};
-  Head head = Value(client.AttachHead(name, spec));
-  Value(head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(RandomFloats(1, kVocabSize * kHiddenSize, 0.1F))));
-  return head;
-}
-
-LossResult Compute(Head& head, int64_t row_count = kRows) {
-  const std::vector<float> rows = RandomFloats(7, row_count * kHiddenSize, 1.0F);
-  std::vector<unsigned char> gradient(rows.size() * 4);
-  const std::vector<int32_t> targets(static_cast<size_t>(row_count), 3);
-  MicroBatchOptions options = {.grad_hidden = absl::MakeSpan(gradient)};
-  return Value(head.CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, options).Get());
-}
+LossResult Compute(Head& head) { return Value(SubmitRandom(head, kRows, {})); }
 
 TEST_F(Access, EveryConnectionOfAMicroBatchHasTlsAndTheToken) {
   const ServerProcess server(SecureFlags());
   Client client = Value(Client::Connect(server.address(), SecureOptions()));
-  Head head = MakeHead(client);
+  Head head = CreateHead(client, "h", kSpec);
   const LossResult striped = Compute(head);
   EXPECT_EQ(striped.transport, "grpc");
   EXPECT_EQ(client.stats().stripes, 3);
@@ -103,7 +90,9 @@ TEST_F(Access, TokensGoOverUnixSocketsAndSharedMemory) {
   for (const Transport transport : {Transport::kGrpc, Transport::kSharedMemory}) {
     options.transport = transport;
     Client client = server.Connect(options);
-    Head head = MakeHead(client);
+    Head head = Value(client.AttachHead("h", kSpec));  // the second time it is there
+    Value(
+        head.UploadWeights(HeadTensor::kWeight, TensorView::Float32(RandomFloats(1, kSpec.vocab_size * kSpec.hidden_size, 0.1F))));
     EXPECT_EQ(Compute(head).transport, transport == Transport::kGrpc ? "grpc" : "shared_memory");
     EXPECT_EQ(client.stats().stripes, transport == Transport::kGrpc ? 3 : 0);
   }
@@ -145,7 +134,7 @@ TEST_F(Access, ASocketsPathStandsForItself) {
   const ServerProcess server({"--listen_addresses=" + address});
   ClientOptions options = {.transport = Transport::kGrpc};
   Client client = Value(Client::Connect(address, options));
-  Head head = MakeHead(client);
+  Head head = CreateHead(client, "h", kSpec);
   EXPECT_EQ(Compute(head).transport, "grpc");
   EXPECT_EQ(client.stats().stripes, 3);
 }
@@ -183,7 +172,7 @@ TEST_F(Access, OptionsThatWouldGiveAwayATokenAreRefusedBeforeAnythingIsSent) {
 TEST_F(Access, AClientTakesUpNewFiles) {
   ServerProcess server(SecureFlags());
   Client client = Value(Client::Connect(server.address(), SecureOptions()));
-  Head head = MakeHead(client);
+  Head head = CreateHead(client, "h", kSpec);
   const TestAuthority servers("new servers");
   const TestAuthority clients("new clients");
   PutPair("server", servers.Issue("server"));
@@ -191,15 +180,12 @@ TEST_F(Access, AClientTakesUpNewFiles) {
   Put("ca.crt", servers.certificate());
   PutPair("client", clients.Issue("client"));
   // The connections for rows are made now, until server and client have both seen the new files.
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   ClientOptions fresh = SecureOptions();
   fresh.connect_timeout = std::chrono::seconds(5);
-  bool connected = false;
-  while (!connected && std::chrono::steady_clock::now() < deadline) {
+  EXPECT_TRUE(Await([&] {
     absl::StatusOr<Client> again = Client::Connect(server.address(), fresh);
-    connected = again.ok() && again->OpenHead("h").ok();
-  }
-  EXPECT_TRUE(connected);
+    return again.ok() && again->OpenHead("h").ok();
+  }));
   EXPECT_EQ(Compute(head).transport, "grpc");
 }
 

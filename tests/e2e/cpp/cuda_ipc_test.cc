@@ -10,6 +10,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -19,13 +20,13 @@
 #include <vector>
 
 #include "client/core/link/channel.h"
+#include "client/core/link/error.h"
 #include "client/core/rows/memory/cuda_driver.h"
 #include "client/core/rows/memory/memory_paths.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
 #include "headwater/v1/session_service.grpc.pb.h"
 #include "tests/e2e/cpp/support/child_process.h"
-#include "tests/e2e/cpp/support/loss_header.h"
 #include "tests/e2e/cpp/support/placed_call.h"
 #include "tests/e2e/cpp/support/server_process.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
@@ -33,17 +34,8 @@
 namespace headwater::e2e {
 namespace {
 
-using client::ErrorReason;
-using client::Transport;
-using client::internal::CallMemory;
-using client::internal::CuContext;
-using client::internal::CudaDriver;
-using client::internal::CuDevicePointer;
-using client::internal::CuResult;
-using client::internal::CuStream;
-using client::internal::MakeChannel;
-using client::internal::MemoryPaths;
-using client::internal::Placement;
+using namespace client;
+using namespace client::internal;
 using ::testing::HasSubstr;
 
 constexpr int64_t kRows = 2048;
@@ -89,6 +81,13 @@ class DeviceBuffer {
 
   char* data() const { return reinterpret_cast<char*>(static_cast<uintptr_t>(pointer_)); }
   CuContext context() const { return context_; }
+  // As another process opens the memory.
+  std::string handle() const {
+    const CudaDriver::Scope scope(driver_, context_);
+    CuIpcHandle handle;
+    Check(driver_.IpcGetMemHandle(&handle, pointer_));
+    return {handle.reserved, sizeof(handle.reserved)};
+  }
   void Write(const void* from, int64_t bytes, int64_t offset = 0) { Copy(data() + offset, from, bytes); }
   std::string Read(int64_t bytes, int64_t offset = 0) const {
     std::string values(static_cast<size_t>(bytes), '\0');
@@ -135,15 +134,13 @@ class CudaIpc : public ::testing::Test {
       Connect(target);
       return;
     }
-    server_ = std::make_unique<ServerProcess>(
-        std::vector<std::string>{"--engine=cuda", "--descriptor_socket=" + directory_.path() + "/memory.sock"});
+    server_ = std::make_unique<ServerProcess>(std::vector<std::string>{"--engine=cuda"}, /*shares_memory=*/true);
     Connect(server_->target());
-    head_ = std::make_unique<client::Head>(CreateHead(server_->Connect(), "h",
-                                                      {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true},
-                                                      RandomFloats(1, kVocabSize * kHiddenSize, 0.1F)));
-    header_ = CrossEntropyHeader(*head_, 0, 0, RandomTargets(3, kRows, kVocabSize));
-    by_grpc_ = Call(*loss_, header_, BytesOf(hidden_));
-    ASSERT_TRUE(by_grpc_.status.ok()) << by_grpc_.status << server_->log();
+    head_ = std::make_unique<Head>(
+        CreateHead(server_->Connect(), "h", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true}));
+    header_ = CrossEntropyHeader(*head_, RandomTargets(3, kRows, kVocabSize));
+    by_grpc_ = headwater::testing::ComputeLoss(*loss_, header_, Bytes(hidden_), {.chunk_rows = 100});
+    ASSERT_TRUE(by_grpc_.status.ok()) << by_grpc_.status.error_message() << server_->log();
   }
   void Connect(const std::string& target) {
     channel_ = MakeChannel(target, {});
@@ -151,8 +148,8 @@ class CudaIpc : public ::testing::Test {
     loss_ = v1::LossService::NewStub(channel_);
   }
   static CallMemory MemoryAt(void* read, void* write, void* stream = nullptr) {
-    CallMemory rows = {.rows = FloatsAt(read, kBytes, client::Memory::kCuda)};
-    if (write != nullptr) rows.result = FloatsAt(write, kBytes, client::Memory::kCuda);
+    CallMemory rows = {.rows = FloatsAt(read, kBytes, Memory::kCuda)};
+    if (write != nullptr) rows.result = FloatsAt(write, kBytes, Memory::kCuda);
     rows.cuda_stream = stream;
     return rows;
   }
@@ -162,12 +159,25 @@ class CudaIpc : public ::testing::Test {
   Placement Place(DeviceRows& rows, Transport demand = Transport::kAuto) {
     return Value(Place(MemoryAt(rows.hidden.data(), rows.grad.data()), demand));
   }
+  // The reason for which the server does not open memory.
+  std::string RefusalOf(const std::string& handle, int64_t bytes) {
+    const auto sessions = v1::SessionService::NewStub(channel_);
+    v1::OpenSessionResponse session;
+    grpc::ClientContext open, context;
+    EXPECT_TRUE(sessions->OpenSession(&open, {}, &session).ok());
+    v1::RegisterSharedMemoryRequest request;
+    request.set_session_id(session.session_id());
+    request.set_cuda_ipc_handle(handle);
+    request.set_size_bytes(bytes);
+    v1::RegisterSharedMemoryResponse response;
+    return ErrorReason(client::internal::FromGrpcStatus(sessions->RegisterSharedMemory(&context, request, &response), ""));
+  }
   // The micro-batch again, with rows placed; it must be known to the server by its digest. Its gradient comes to `grad`.
   void CallWith(Placement* placement, DeviceBuffer& grad, int64_t offset = 0, const char* transport = "cuda_ipc") {
     SetPlacement(*placement, &header_);
     header_.set_attempt(++attempt_);
-    const PlacedReply reply = Call(*loss_, header_);
-    ASSERT_TRUE(reply.status.ok()) << reply.status << server_->log();
+    const headwater::testing::LossReply reply = headwater::testing::ComputeLoss(*loss_, header_, "");
+    ASSERT_TRUE(reply.status.ok()) << reply.status.error_message() << server_->log();
     EXPECT_TRUE(reply.summary.replayed());
     EXPECT_EQ(reply.summary.digest(), by_grpc_.summary.digest());
     EXPECT_EQ(reply.summary.transport(), transport);
@@ -178,15 +188,14 @@ class CudaIpc : public ::testing::Test {
   }
 
   const CudaDriver* driver_ = nullptr;
-  TemporaryDirectory directory_;
   std::unique_ptr<ServerProcess> server_;
   std::shared_ptr<grpc::Channel> channel_;
   std::shared_ptr<MemoryPaths> paths_;
   std::unique_ptr<v1::LossService::Stub> loss_;
-  std::unique_ptr<client::Head> head_;
+  std::unique_ptr<Head> head_;
   const std::vector<float> hidden_ = RandomFloats(2, kRows* kHiddenSize, 1);
   v1::MicroBatchHeader header_;
-  PlacedReply by_grpc_;
+  headwater::testing::LossReply by_grpc_;
   int64_t attempt_ = 0;
 };
 
@@ -198,7 +207,7 @@ TEST_F(CudaIpc, RowsAreReadAndWrittenWhereTheyLie) {
     EXPECT_EQ(placement.path(), Transport::kCudaIpc);
     EXPECT_EQ(placement.why_not_better(), "");
     CallWith(&placement, rows.grad);
-    EXPECT_EQ(rows.hidden.Read(kBytes), BytesOf(hidden_));
+    EXPECT_EQ(rows.hidden.Read(kBytes), Bytes(hidden_));
     const Placement again = Place(rows);
     EXPECT_EQ(again.reads()[0].shared.region_id(), placement.reads()[0].shared.region_id());  // registered once
   }
@@ -241,20 +250,10 @@ TEST_F(CudaIpc, AbandonedMemoryIsTheCallersAlone) {
   CallWith(&another, grad);
 }
 
-TEST_F(CudaIpc, HandlesThatNobodyMadeAreRefused) {
-  const auto sessions = v1::SessionService::NewStub(channel_);
-  v1::OpenSessionResponse session;
-  grpc::ClientContext open;
-  ASSERT_TRUE(sessions->OpenSession(&open, {}, &session).ok());
-  v1::RegisterSharedMemoryRequest request;
-  request.set_session_id(session.session_id());
-  request.set_cuda_ipc_handle(std::string(64, '\7'));
-  request.set_size_bytes(4096);
-  v1::RegisterSharedMemoryResponse response;
-  grpc::ClientContext context;
-  const grpc::Status status = sessions->RegisterSharedMemory(&context, request, &response);
-  EXPECT_EQ(ErrorReason(client::internal::FromGrpcStatus(status, "")), "INVALID_FIELD");
+TEST_F(CudaIpc, HandlesThatCannotBeOpenedAreRefused) {
   DeviceRows rows(*driver_, hidden_);
+  EXPECT_EQ(RefusalOf(std::string(64, '\7'), 4096), "INVALID_FIELD");
+  EXPECT_EQ(RefusalOf(rows.hidden.handle(), 64 * kBytes), "INVALID_FIELD") << "more than the allocation has";
   Placement placement = Place(rows);
   CallWith(&placement, rows.grad);  // the device is well
 }
@@ -265,6 +264,10 @@ TEST_F(CudaIpc, DISABLED_ChildThatDies) {
   DeviceBuffer hidden(*driver_, 0, kBytes);
   hidden.Write(hidden_.data(), kBytes);
   const Placement placement = Value(Place(MemoryAt(hidden.data(), nullptr), Transport::kCudaIpc));
+  // Memory that the server has not opened; so much has no part in an allocation with other memory.
+  const DeviceBuffer other(*driver_, 0, 8 * kBytes);
+  std::fwrite(other.handle().data(), 1, sizeof(CuIpcHandle), stdout);
+  std::fflush(stdout);
   kill(getpid(), SIGKILL);
 }
 
@@ -273,7 +276,8 @@ TEST_F(CudaIpc, AClientThatDiesHarmsNobody) {
   const ProgramResult child =
       RunProgram({"/proc/self/exe", "--gtest_filter=CudaIpc.DISABLED_ChildThatDies", "--gtest_also_run_disabled_tests"});
   unsetenv(kChildTarget);
-  EXPECT_EQ(child.exit_code, -SIGKILL) << child.out << child.err;
+  ASSERT_EQ(child.exit_code, -SIGKILL) << child.out << child.err;
+  EXPECT_EQ(RefusalOf(child.out.substr(child.out.size() - sizeof(CuIpcHandle)), kBytes), "INVALID_FIELD");
   DeviceRows rows(*driver_, hidden_);
   Placement placement = Place(rows);
   CallWith(&placement, rows.grad);

@@ -1,7 +1,6 @@
 // A server of several processes: what becomes of its clients' calls, its health and its heads when one of them hangs or all end.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <chrono>
 #include <csignal>
 #include <optional>
@@ -23,8 +22,6 @@ namespace {
 using namespace headwater::client;
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kVocabSize = 211;
-constexpr int64_t kHiddenSize = 23;
 constexpr int64_t kRows = 37;
 constexpr int64_t kManyRows = 16384;  // of a micro-batch that something happens to: more than a connection buffers
 // Seconds from what happens to the answer of the calls in progress.
@@ -37,15 +34,9 @@ ClientOptions Impatient() {
   return options;
 }
 
-absl::StatusOr<LossResult> Submit(Head& head, int64_t step, int64_t micro_batch, int64_t row_count) {
-  const std::vector<float> hidden = RandomFloats(7, row_count * kHiddenSize, 1.0F);
-  const MicroBatchOptions options = {.step = step, .micro_batch = micro_batch};
-  return head.CrossEntropy(RowsView::Float32(hidden, kHiddenSize), RandomTargets(7, row_count, kVocabSize), {}, options).Get();
-}
-
 // Trains a step of one micro-batch, and returns the weight that it leaves.
 std::vector<float> TrainStep(Head& head, int64_t step) {
-  Value(Submit(head, step, 0, kRows));
+  Value(SubmitRandom(head, kRows, {.step = step, .micro_batch = 0}));
   Value(head.Apply(step, {.learning_rate = 0.01, .expected = 1}));
   return Weight(head);
 }
@@ -53,7 +44,8 @@ std::vector<float> TrainStep(Head& head, int64_t step) {
 // Submits micro-batches of the open step until one fails; why.
 absl::Status SubmitUntilFailure(Head& head, int64_t step) {
   for (int64_t i = 0;; ++i) {
-    if (const auto result = Submit(head, step, i, kManyRows); !result.ok()) return result.status();
+    const auto result = SubmitRandom(head, kManyRows, {.step = step, .micro_batch = i});
+    if (!result.ok()) return result.status();
   }
 }
 
@@ -63,10 +55,8 @@ class Group : public ::testing::Test {
   explicit Group(const std::vector<std::string>& more_flags = {"--rank_timeout=4s"})
       : server_(Flags(more_flags)),
         client_(server_.Connect(Impatient())),
-        head_(CreateHead(
-            client_, "student",
-            {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true, .optimizer = AdamW{.weight_decay = 0.1}},
-            RandomFloats(1, kVocabSize * kHiddenSize, 0.3F))),
+        head_(CreateHead(client_, "student",
+                         {.vocab_size = 211, .hidden_size = 23, .trainable = true, .optimizer = AdamW{.weight_decay = 0.1}})),
         weight_(TrainStep(head_, 0)) {
     Value(head_.Save("step-1"));
   }

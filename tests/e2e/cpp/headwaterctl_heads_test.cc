@@ -74,8 +74,7 @@ TEST_F(Headwaterctl, ExportsAHeadThatItLoadsAgain) {
   client::Head head = MakeHead(client, "student", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .has_bias = true});
   const std::vector<float> bias = RandomFloats(3, kVocabSize, 0.5F);
   Value(head.UploadWeights(client::HeadTensor::kBias, client::TensorView::Float32(bias)));
-  TemporaryDirectory directory;
-  const std::string path = directory.path() + "/lm_head.safetensors";
+  const std::string path = Path("lm_head.safetensors");
   ExpectJson({"export", "student", path}, R"({"tensors": ["lm_head.weight", "lm_head.bias"]})"_json);
   ExpectOutput({"load", "copy", path, "--from_file", "--create"}, 0, {});
   client::Head copy = Value(client.OpenHead("copy"));
@@ -89,17 +88,15 @@ TEST_F(Headwaterctl, ExportsAHeadThatItLoadsAgain) {
   EXPECT_EQ(std::filesystem::file_size(path), 8u);
   ExpectOutput({"export", "student", path, "--overwrite"}, 0, {});
   EXPECT_GT(std::filesystem::file_size(path), kVocabSize * kHiddenSize * 4u);
-  ExpectError({"export", "student", directory.path()}, 1, {});
+  ExpectError({"export", "student", directory_.path()}, 1, {});
   ExpectJson({"export", "nobody", path + "2"}, ErrorOf("HEAD_NOT_FOUND"), 1);
   EXPECT_FALSE(std::filesystem::exists(path + "2"));
 }
 
 TEST_F(Headwaterctl, AConfigDescribesTheHead) {
-  TemporaryDirectory directory;
-  const std::string folder = directory.path() + "/model", config = folder + "/config.json";
-  ASSERT_TRUE(std::filesystem::create_directory(folder));
-  WriteFile(config, R"({"model_type": "gemma2", "vocab_size": 101, "hidden_size": 12, "dtype": "bfloat16"})");  // softcap: 30
-  for (const std::string& path : {folder, config}) ExpectJson({"plan", "--config=" + path}, R"({"fits": true})"_json);
+  const std::string& folder = directory_.path();
+  WriteFile(config_, R"({"model_type": "gemma2", "vocab_size": 101, "hidden_size": 12, "dtype": "bfloat16"})");  // softcap: 30
+  for (const std::string& path : {folder, config_}) ExpectJson({"plan", "--config=" + path}, R"({"fits": true})"_json);
   ExpectJson({"create", "student", "--config", folder, "--trainable"}, R"({"spec": {"vocab_size": 101, "hidden_size": 12,
       "data_type": "bfloat16", "softcap": 30.0, "has_bias": false, "trainable": true}})"_json);
   ExpectJson({"verify", "student", folder}, R"({"verdict": "fits"})"_json);
@@ -117,24 +114,23 @@ TEST_F(Headwaterctl, AConfigDescribesTheHead) {
   ExpectJson({"load", "beside", weights, "--from_file", "--create"},
              R"({"spec": {"softcap": 30.0, "data_type": "float32"}})"_json);  // the file's type
   ExpectJson({"load", "plain", weights, "--from_file", "--create", "--config="}, R"({"spec": {"softcap": null}})"_json);
-  WriteFile(config, R"({"vocab_size": 102, "hidden_size": 12})");
+  WriteFile(config_, R"({"vocab_size": 102, "hidden_size": 12})");
   ExpectJson({"load", "unfit", weights, "--from_file", "--create"},
              R"({"error": {"message": "~the weight is [101, 12], ", "hint": "~--config="}})"_json, 1);
-  WriteFile(config, R"({"vocab_size": 101, "hidden_size": 12, "logit_temper": 2})");
+  WriteFile(config_, R"({"vocab_size": 101, "hidden_size": 12, "logit_temper": 2})");
   ExpectJson({"create", "unclear", "--config", folder}, R"({"error": {"code": "INVALID_ARGUMENT"}})"_json, 1);
   ExpectJson({"create", "unclear", "--config", folder, "--allow_unchecked"}, R"({"name": "tenants/default/heads/unclear"})"_json);
 }
 
 // Each config as its model's class reads it.
 TEST_F(Headwaterctl, VerifiesAHeadAgainstAModelsConfig) {
-  TemporaryDirectory directory;
-  const std::string folder = directory.path(), config = folder + "/config.json";
+  const std::string& folder = directory_.path();
   const std::string llama = R"({"model_type": "llama", "vocab_size": 100, "hidden_size": 12, "torch_dtype": "bfloat16")";
   WriteFile(folder + "/model.safetensors", SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_));
   ExpectOutput({"load", "teacher", folder + "/model.safetensors", "--from-file", "--create", "--valid_vocab_size=100"}, 0, {});
 
-  WriteFile(config, llama + "}");
-  for (const std::string& path : {folder, config}) {
+  WriteFile(config_, llama + "}");
+  for (const std::string& path : {folder, config_}) {
     const char* const compared = path == folder ? "its weight is lm_head.weight" : "weights are not compared";
     ExpectOutput({"verify", "teacher", path}, 0, {"teacher fits the config of ", compared});
     EXPECT_EQ(ExpectJson({"verify", "teacher", path})["checks"][5]["verdict"], "same");
@@ -143,7 +139,7 @@ TEST_F(Headwaterctl, VerifiesAHeadAgainstAModelsConfig) {
   WriteFile(folder + "/model.safetensors",
             SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, std::vector<float>(weight_.size(), 1.0F)));
   ExpectOutput({"verify", "teacher", folder}, 1, {"its weight is not lm_head.weight"});
-  ExpectJson({"verify", "teacher", config}, R"({"model_type": "llama"})"_json);
+  ExpectJson({"verify", "teacher", config_}, R"({"model_type": "llama"})"_json);
 
   const std::string head = R"({"vocab_size": 100, "hidden_size": 12, "lm_head_bias": true})";
   for (const auto& [text, differing] : std::vector<std::pair<std::string, std::string>>{
@@ -161,9 +157,9 @@ TEST_F(Headwaterctl, VerifiesAHeadAgainstAModelsConfig) {
            {R"({"language_config": )" + head + "}", "bias "},
            {R"({"decoder": )" + head + "}", "bias "},
            {R"({"thinker_config": {"text_config": {"vocab_size": 100, "hidden_size": 8}}})", "hidden_size "}}) {
-    WriteFile(config, text);
+    WriteFile(config_, text);
     std::string differs;
-    const json document = ExpectJson({"verify", "teacher", config}, json::object(), 1);
+    const json document = ExpectJson({"verify", "teacher", config_}, json::object(), 1);
     for (const json& check : document["checks"]) {
       if (check["verdict"] == "differs") absl::StrAppend(&differs, check["property"].get<std::string>(), " ");
     }
@@ -171,27 +167,25 @@ TEST_F(Headwaterctl, VerifiesAHeadAgainstAModelsConfig) {
   }
 
   // Keys that say nothing of this head, and one that might.
-  WriteFile(config, llama + R"(, "final_logit_softcapping": null, "attn_logit_softcapping": 50.0, "router_logit_scale": 2,
+  WriteFile(config_, llama + R"(, "final_logit_softcapping": null, "attn_logit_softcapping": 50.0, "router_logit_scale": 2,
                               "output_router_logits": false, "logit_temper": 3.0})");
-  ExpectJson({"verify", "teacher", config},
+  ExpectJson({"verify", "teacher", config_},
              R"({"verdict": "not checked", "same": false,
                  "checks": [{}, {}, {}, {}, {}, {}, {}, {"property": "logit_temper", "verdict": "not checked"}, {}]})"_json,
              1);
-  ExpectJson({"verify", "teacher", config, "--allow_unchecked"}, R"({"verdict": "fits"})"_json);
-  const std::string text = OutputOf({"verify", "teacher", config}, 1);
+  ExpectJson({"verify", "teacher", config_, "--allow_unchecked"}, R"({"verdict": "fits"})"_json);
+  const std::string text = OutputOf({"verify", "teacher", config_}, 1);
   EXPECT_TRUE(absl::StrContains(text, "is not verified: what logit_temper does to the logits is not known")) << text;
   EXPECT_FALSE(absl::StrContains(text, "fits")) << text;
 
   // A frozen float32 head of a bfloat16 model whose embedding is its head.
-  WriteFile(config, R"({"vocab_size": 100, "hidden_size": 12, "dtype": "bfloat16", "tie_word_embeddings": true})");
-  const json wider = ExpectJson({"verify", "teacher", config})["checks"];
+  WriteFile(config_, R"({"vocab_size": 100, "hidden_size": 12, "dtype": "bfloat16", "tie_word_embeddings": true})");
+  const json wider = ExpectJson({"verify", "teacher", config_})["checks"];
   EXPECT_EQ(wider[6]["verdict"], "wider");
   EXPECT_TRUE(Has(wider[7], R"({"property": "tie_word_embeddings", "model": true})"_json)) << wider;
 }
 
 TEST_F(Headwaterctl, VerifyKnowsHowModelsScaleTheirLogits) {
-  TemporaryDirectory directory;
-  const std::string config = directory.path() + "/config.json";
   client::Client client = server_.Connect();
   const client::HeadSpec plain = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .data_type = client::DataType::kBFloat16};
   const auto make = [&](const std::string& name, double logit_scale, std::optional<double> softcap, int64_t valid_vocab_size) {
@@ -242,18 +236,16 @@ TEST_F(Headwaterctl, VerifyKnowsHowModelsScaleTheirLogits) {
            {"eighth", nested("granite_speech", R"("model_type": "granite", "logits_scaling": 8})"), "not checked"},
            {"eighth", nested("aya_vision", R"("model_type": "cohere2", "logit_scale": 0.125})"), "not checked"}}) {
     const bool fits = row.verdict == std::string("fits");
-    WriteFile(config, row.config);
-    ExpectJson({"verify", row.head, config}, {{"verdict", row.verdict}, {"same", fits}}, fits ? 0 : 1);
+    WriteFile(config_, row.config);
+    ExpectJson({"verify", row.head, config_}, {{"verdict", row.verdict}, {"same", fits}}, fits ? 0 : 1);
   }
   // Half of float16's digits are more than bfloat16 has.
-  WriteFile(config, softcap + R"("mup_width_multiplier": 4.0})");
-  EXPECT_EQ(ExpectJson({"verify", "quarter", config})["checks"][6]["verdict"], "rounded");
+  WriteFile(config_, softcap + R"("mup_width_multiplier": 4.0})");
+  EXPECT_EQ(ExpectJson({"verify", "quarter", config_})["checks"][6]["verdict"], "rounded");
 }
 
 TEST_F(Headwaterctl, VerifyRefusesWhatIsNoConfig) {
-  TemporaryDirectory directory;
-  const std::string config = directory.path() + "/config.json";
-  ExpectJson({"verify", "teacher", directory.path()}, R"({"error": {"code": "NOT_FOUND"}})"_json, 1);
+  ExpectJson({"verify", "teacher", directory_.path()}, R"({"error": {"code": "NOT_FOUND"}})"_json, 1);
   const char* const wrong = "INVALID_ARGUMENT";
   for (const auto& [text, code, message] : std::vector<std::tuple<const char*, const char*, const char*>>{
            {"[1]", "DATA_LOSS", "~"},
@@ -266,11 +258,11 @@ TEST_F(Headwaterctl, VerifyRefusesWhatIsNoConfig) {
            {R"({"vocab_size": 100, "hidden_size": 12, "logit_scale": "big"})", wrong, "~logit_scale: expected a number or"},
            {R"({"vocab_size": 100, "hidden_size": 12, "logits_soft_cap": -1})", wrong,
             "~logits_soft_cap: expected a number > 0, got -1"}}) {
-    WriteFile(config, text);
-    ExpectJson({"verify", "teacher", config}, {{"error", {{"code", code}, {"message", message}}}}, 1);
+    WriteFile(config_, text);
+    ExpectJson({"verify", "teacher", config_}, {{"error", {{"code", code}, {"message", message}}}}, 1);
   }
-  WriteFile(config, R"({"vocab_size": 100, "hidden_size": 12})");
-  ExpectJson({"verify", "nobody", config}, ErrorOf("HEAD_NOT_FOUND"), 1);
+  WriteFile(config_, R"({"vocab_size": 100, "hidden_size": 12})");
+  ExpectJson({"verify", "nobody", config_}, ErrorOf("HEAD_NOT_FOUND"), 1);
 }
 
 }  // namespace

@@ -140,11 +140,9 @@ TEST_F(Headwaterctl, PlansTheLargestOfSeveralRanks) {
 
 // The figures are those of docs/study/method.md, computed by hand.
 TEST_F(Headwaterctl, PlansALossInEachWay) {
-  TemporaryDirectory directory;
-  const std::string config = directory.path() + "/config.json";
   const auto plan = [&](const std::string& text, const Arguments& flags = {}) {
-    WriteFile(config, text);
-    return ExpectJson(Joined({"plan", "--model=" + config, "--tokens=16384"}, flags));
+    WriteFile(config_, text);
+    return ExpectJson(Joined({"plan", "--model=" + config_, "--tokens=16384"}, flags));
   };
   const std::string sizes = R"({"model_type": "llama", "vocab_size": 50304, "hidden_size": 2048)";
   const std::string llama = sizes + R"(, "torch_dtype": "bfloat16"})";
@@ -182,29 +180,27 @@ TEST_F(Headwaterctl, PlansALossInEachWay) {
   // A chunk has at most all tokens.
   EXPECT_EQ(plan(R"({"vocab_size": 100, "hidden_size": 2048, "dtype": "float32"})")["loss"]["fused_chunk_rows"], 16384);
 
-  ExpectOutput({"plan", "--model", config, "--tokens=16777216", "--gpu_gib=1"}, 0,
+  ExpectOutput({"plan", "--model", config_, "--tokens=16777216", "--gpu_gib=1"}, 0,
                {"the head fits", "HEADWATER, SECOND GPU", "each GPU has 1.0 GiB", "does not fit", "of the cpu engine"});
 }
 
 TEST_F(Headwaterctl, PlanSaysWhatIsWrongWithAModel) {
-  TemporaryDirectory directory;
-  const std::string config = directory.path() + "/config.json";
   for (const char* type : {"", R"(, "dtype": "float8_e4m3fn")"}) {
-    WriteFile(config, absl::StrCat(R"({"vocab_size": 100, "hidden_size": 8)", type, "}"));
-    const std::string message = config + ": dtype: expected float32, bfloat16 or float16, got none of them";
-    ExpectJson({"plan", "--model=" + config, "--tokens=8"}, {{"error", {{"message", message}}}}, 1);
+    WriteFile(config_, absl::StrCat(R"({"vocab_size": 100, "hidden_size": 8)", type, "}"));
+    const std::string message = config_ + ": dtype: expected float32, bfloat16 or float16, got none of them";
+    ExpectJson({"plan", "--model=" + config_, "--tokens=8"}, {{"error", {{"message", message}}}}, 1);
   }
-  ExpectOutput({"plan", "--model=" + config, "--tokens=8", "--data_type=bfloat16"}, 0, {});
-  const ProgramResult unclear = Run({"plan", "--model=" + config + "2", "--tokens=8"});
-  Expect(unclear, 1, &ProgramResult::err, {config + "2 is not there"});
+  ExpectOutput({"plan", "--model=" + config_, "--tokens=8", "--data_type=bfloat16"}, 0, {});
+  const ProgramResult unclear = Run({"plan", "--model=" + config_ + "2", "--tokens=8"});
+  Expect(unclear, 1, &ProgramResult::err, {config_ + "2 is not there"});
   EXPECT_FALSE(absl::StrContains(unclear.err, "beside the weights")) << unclear.err;
-  for (const Arguments& flags : std::vector<Arguments>{{"--model=" + config},
-                                                       {"--model=" + config, "--tokens=0"},
-                                                       {"--model=" + config, "--tokens=16777217"},
-                                                       {"--model=" + config, "--tokens=8", "--gpu_gib=0"},
-                                                       {"--model=" + config, "--tokens=8", "--config=" + config},
-                                                       {"--model=" + config, "--tokens=8", "--ranks=2"},
-                                                       {"--config=" + config, "--tokens=8"}}) {
+  for (const Arguments& flags : std::vector<Arguments>{{"--model=" + config_},
+                                                       {"--model=" + config_, "--tokens=0"},
+                                                       {"--model=" + config_, "--tokens=16777217"},
+                                                       {"--model=" + config_, "--tokens=8", "--gpu_gib=0"},
+                                                       {"--model=" + config_, "--tokens=8", "--config=" + config_},
+                                                       {"--model=" + config_, "--tokens=8", "--ranks=2"},
+                                                       {"--config=" + config_, "--tokens=8"}}) {
     ExpectError(Joined({"plan"}, flags), 2, {});
   }
 }
@@ -241,8 +237,7 @@ TEST(HeadwaterctlOfAGroup, PlansEachRank) {
 }
 
 TEST_F(Headwaterctl, LoadsFromLocalFileAndSaves) {
-  TemporaryDirectory directory;
-  const std::string path = directory.path() + "/head.safetensors";
+  const std::string path = Path("head.safetensors");
   WriteFile(path, SafetensorsBytes("lm_head.weight", {kVocabSize, kHiddenSize}, weight_));
   ExpectOutput({"load", "student", path, "--from-file", "--create", "--trainable", "--optimizer=adamw", "--parallelism=rows"}, 0,
                {});
@@ -311,9 +306,7 @@ TEST_F(Headwaterctl, DeletesAHeadThatNobodyUsesUnlessForced) {
   ExpectJson({"delete", "student"}, ErrorOf("HEAD_NOT_FOUND"), 1);
 
   client::Head head = MakeHead(client, "student", trained_);
-  const std::vector<float> rows(2 * kHiddenSize, 0.5f);
-  client::MicroBatchOptions micro_batch = {.step = 0, .micro_batch = 0};
-  Value(head.CrossEntropy(client::RowsView::Float32(rows, kHiddenSize), std::vector<int32_t>{1, 2}, {}, micro_batch).Get());
+  Value(SubmitRandom(head, 2, {.step = 0, .micro_batch = 0}));
   ExpectJson({"delete", "student"}, R"({"error": {"reason": "HEAD_IN_USE", "hint": "~--force"}})"_json, 1);
   ExpectOutput({"heads"}, 0, {"student"});
   ExpectJson({"delete", "student", "--force"}, R"({"deleted": "student"})"_json);
@@ -327,8 +320,7 @@ TEST_F(Headwaterctl, ErrorsSayWhatToDoNext) {
   ExpectError({"info", "--timeout=soon"}, 2, {"expected a duration such as 30, 30s, 500ms or 1m30s", "headwaterctl help info"});
   EXPECT_FALSE(absl::StrContains(Run({"delete", "nosuch"}).err, "--create"));
   EXPECT_TRUE(absl::StrContains(Run({"load", "nosuch", "x"}).err, "--create makes one"));
-  TemporaryDirectory directory;
-  const std::string token = directory.path() + "/token";
+  const std::string token = Path("token");
   WriteFile(token, "secret\tand more\n");
   const ProgramResult bad = Run({"health", "--token_file=" + token});
   Expect(bad, 2, &ProgramResult::err, {"--token_file"});
@@ -377,9 +369,8 @@ TEST_F(Headwaterctl, WrongCommandLinesEndWithTwo) {
 
 // Nothing is sent: scripts that try again after a 1 would do so for ever.
 TEST_F(Headwaterctl, WhatCannotBeConnectedWithEndsWithTwo) {
-  TemporaryDirectory directory;
-  for (const std::string& flag : {std::string("--server=localhost"), "--token_file=" + directory.path() + "/missing",
-                                  "--ca_certificate=" + directory.path() + "/missing"}) {
+  for (const std::string& flag :
+       {std::string("--server=localhost"), "--token_file=" + Path("missing"), "--ca_certificate=" + Path("missing")}) {
     SCOPED_TRACE(flag);
     Expect(RunProgram({HEADWATERCTL, flag, "health"}), 2, &ProgramResult::err, {"hint:"});
   }

@@ -75,12 +75,11 @@ TEST(MainJob, ASlotThatIsMissingIsReportedOnce) {
   ClientOptions options = {.transport = Transport::kGrpc};
   options.on_notice = [&notices](const std::string& sentence) { notices.push_back(sentence); };
   Head head = MakeHead(server.Connect(options), "student", true, kHiddenSize, 1);  // two slots
-  const std::vector<float> hidden = Hidden(2, kHiddenSize);
   for (int64_t id = 0; id < 4; ++id) {
     MicroBatchOptions late = Submission(0, id);
     late.commit = CommitMode::kExplicit;
     late.allow_held = true;
-    Value(head.CrossEntropy(RowsView::Float32(hidden, kHiddenSize), RandomTargets(3, kRows, kVocabSize), {}, late).Get());
+    Value(SubmitRandom(head, kRows, late));
     EXPECT_EQ(notices.size(), id < 2 ? 0u : 1u);
   }
   EXPECT_NE(notices[0].find("staging_slots"), std::string::npos) << notices[0];

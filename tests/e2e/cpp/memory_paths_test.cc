@@ -18,13 +18,13 @@
 #include <vector>
 
 #include "client/core/link/channel.h"
+#include "client/core/link/error.h"
 #include "client/core/rows/memory/shared_region.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
 #include "headwater/v1/session_service.grpc.pb.h"
 #include "tests/e2e/cpp/support/await.h"
 #include "tests/e2e/cpp/support/child_process.h"
-#include "tests/e2e/cpp/support/loss_header.h"
 #include "tests/e2e/cpp/support/placed_call.h"
 #include "tests/e2e/cpp/support/scripted_server.h"
 #include "tests/e2e/cpp/support/server_process.h"
@@ -33,14 +33,8 @@
 namespace headwater::e2e {
 namespace {
 
-using client::ErrorReason;
-using client::Transport;
-using client::internal::CallMemory;
-using client::internal::MakeChannel;
-using client::internal::MemoryPaths;
-using client::internal::MemoryPathsOptions;
-using client::internal::Placement;
-using client::internal::RowMemory;
+using namespace client;
+using namespace client::internal;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -51,9 +45,8 @@ constexpr int64_t kBytes = kRows * kHiddenSize * 4;
 
 class MemoryPathsTest : public ::testing::Test {
  protected:
-  void Start(std::vector<std::string> flags = {}) {
-    if (flags.empty()) flags = {"--descriptor_socket=" + socket_path()};
-    server_ = std::make_unique<ServerProcess>(flags);
+  void Start(const std::vector<std::string>& flags = {}, bool shares_memory = true) {
+    server_ = std::make_unique<ServerProcess>(flags, shares_memory);
     Connect();
   }
   void Connect(const MemoryPathsOptions& options = {}) {
@@ -63,26 +56,32 @@ class MemoryPathsTest : public ::testing::Test {
     loss_ = v1::LossService::NewStub(channel_);
     sessions_ = v1::SessionService::NewStub(channel_);
   }
-  std::string socket_path() const { return directory_.path() + "/memory.sock"; }
-  static CallMemory HostRows(void* read, void* write) {
+  static CallMemory HostRows(void* read, void* write = nullptr) {
     CallMemory rows = {.rows = FloatsAt(read, kBytes)};
     if (write != nullptr) rows.result = FloatsAt(write, kBytes);
     return rows;
   }
-  absl::StatusOr<Placement> Place(const CallMemory& rows, Transport demand = Transport::kAuto) {
-    return paths_->Place(rows, "", demand, SoonEnough());
+  absl::StatusOr<Placement> Place(const CallMemory& rows, Transport demand = Transport::kAuto, const std::string& session = "") {
+    return paths_->Place(rows, session, demand, SoonEnough());
+  }
+  static const v1::SharedRows& Read(const Placement& placement) { return placement.reads()[0].shared; }
+  std::string OpenSession() {
+    v1::OpenSessionResponse session;
+    grpc::ClientContext context;
+    EXPECT_TRUE(sessions_->OpenSession(&context, {}, &session).ok());
+    return session.session_id();
   }
   // As the server loses the region of a placement's rows.
   absl::Status Unregister(const Placement& placement) {
     grpc::ClientContext context;
     v1::UnregisterSharedMemoryRequest request;
     request.set_session_id(placement.session_id());
-    request.set_region_id(placement.reads()[0].shared.region_id());
+    request.set_region_id(Read(placement).region_id());
     v1::UnregisterSharedMemoryResponse response;
-    return client::internal::FromGrpcStatus(sessions_->UnregisterSharedMemory(&context, request, &response), "");
+    return FromGrpcStatus(sessions_->UnregisterSharedMemory(&context, request, &response), "");
   }
 
-  TemporaryDirectory directory_;
+  std::vector<float> host_ = std::vector<float>(static_cast<size_t>(kRows * kHiddenSize));
   std::unique_ptr<ServerProcess> server_;
   std::shared_ptr<grpc::Channel> channel_;
   std::shared_ptr<MemoryPaths> paths_;
@@ -99,24 +98,22 @@ TEST_F(MemoryPathsTest, RowsOfTheSharedRegionStayWhereTheyAre) {
   EXPECT_EQ(first.why_not_better(), "");
   EXPECT_EQ(first.session_id().size(), 32u);
   ASSERT_TRUE(first.write().has_value());
-  EXPECT_EQ(first.reads()[0].shared.region_id(), first.write()->shared.region_id());
-  EXPECT_EQ(first.write()->shared.offset_bytes() - first.reads()[0].shared.offset_bytes(), grad.data - hidden.data);
+  EXPECT_EQ(Read(first).region_id(), first.write()->shared.region_id());
+  EXPECT_EQ(first.write()->shared.offset_bytes() - Read(first).offset_bytes(), grad.data - hidden.data);
   // A part of them, and without registering anything again.
-  CallMemory part = {.rows = FloatsAt(hidden.data + 64, 128)};
-  const Placement second = Value(Place(part));
-  EXPECT_EQ(second.reads()[0].shared.region_id(), first.reads()[0].shared.region_id());
-  EXPECT_EQ(second.reads()[0].shared.offset_bytes(), first.reads()[0].shared.offset_bytes() + 64);
+  const Placement second = Value(Place({.rows = FloatsAt(hidden.data + 64, 128)}));
+  EXPECT_EQ(Read(second).region_id(), Read(first).region_id());
+  EXPECT_EQ(Read(second).offset_bytes(), Read(first).offset_bytes() + 64);
   EXPECT_FALSE(second.write().has_value());
 }
 
 TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
   Start();
   const RowMemory rows = Value(paths_->AllocateRows(kBytes));
-  std::vector<float> elsewhere(static_cast<size_t>(kRows * kHiddenSize));
-  Placement placement = Value(Place(HostRows(rows.data, elsewhere.data())));
+  Placement placement = Value(Place(HostRows(rows.data, host_.data())));
   const std::string session = placement.session_id();
-  const std::string region = placement.reads()[0].shared.region_id();
-  const int64_t offset = placement.reads()[0].shared.offset_bytes();
+  const std::string region = Read(placement).region_id();
+  const int64_t offset = Read(placement).offset_bytes();
   server_->KillAndStart();
   // What the call is answered now is SESSION_NOT_FOUND.
   absl::Status renewed;
@@ -126,59 +123,51 @@ TEST_F(MemoryPathsTest, RegionsAreRegisteredAgainAfterTheServersRestart) {
   }));
   ASSERT_TRUE(renewed.ok()) << renewed;
   EXPECT_NE(placement.session_id(), session);
-  EXPECT_NE(placement.reads()[0].shared.region_id(), region);
-  EXPECT_EQ(placement.reads()[0].shared.offset_bytes(), offset);
-  const client::Head head =
-      CreateHead(server_->Connect(), "h", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true},
-                 RandomFloats(1, kVocabSize * kHiddenSize, 0.3F));
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, RandomTargets(3, kRows, kVocabSize));
+  EXPECT_NE(Read(placement).region_id(), region);
+  EXPECT_EQ(Read(placement).offset_bytes(), offset);
+  const Head head = CreateHead(server_->Connect(), "h", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true});
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, RandomTargets(3, kRows, kVocabSize));
   SetPlacement(placement, &header);
-  EXPECT_TRUE(Call(*loss_, header).status.ok());
-  EXPECT_TRUE(Place(HostRows(rows.data, nullptr)).ok());
+  EXPECT_TRUE(headwater::testing::ComputeLoss(*loss_, header, "").status.ok());
+  EXPECT_TRUE(Place(HostRows(rows.data)).ok());
 }
 
 TEST_F(MemoryPathsTest, ARegionThatTheServerLostIsRegisteredAgain) {
   Start();
   const RowMemory rows = Value(paths_->AllocateRows(kBytes));
-  Placement placement = Value(Place(HostRows(rows.data, nullptr)));
-  const std::string session = placement.session_id(), region = placement.reads()[0].shared.region_id();
+  Placement placement = Value(Place(HostRows(rows.data)));
+  const std::string session = placement.session_id(), region = Read(placement).region_id();
   ASSERT_TRUE(Unregister(placement).ok());
-  Placement another = Value(Place(HostRows(rows.data, nullptr)));
-  EXPECT_EQ(another.reads()[0].shared.region_id(), region);  // it does not know yet
+  Placement another = Value(Place(HostRows(rows.data)));
+  EXPECT_EQ(Read(another).region_id(), region);  // it does not know yet
   ASSERT_TRUE(placement.Renew("", SoonEnough()).ok());
   EXPECT_EQ(placement.session_id(), session);
-  EXPECT_NE(placement.reads()[0].shared.region_id(), region);
+  EXPECT_NE(Read(placement).region_id(), region);
   // Once, whoever finds out.
   ASSERT_TRUE(another.Renew(placement.session_id(), SoonEnough()).ok());
-  EXPECT_EQ(another.reads()[0].shared.region_id(), placement.reads()[0].shared.region_id());
+  EXPECT_EQ(Read(another).region_id(), Read(placement).region_id());
 }
 
 TEST_F(MemoryPathsTest, ACallersOwnSessionGetsItsOwnRegistrations) {
   Start();
   const RowMemory rows = Value(paths_->AllocateRows(kBytes));
-  const Placement own = Value(Place(HostRows(rows.data, nullptr)));
-  v1::OpenSessionResponse session;
-  grpc::ClientContext context;
-  ASSERT_TRUE(sessions_->OpenSession(&context, {}, &session).ok());
-  const Placement theirs = Value(paths_->Place(HostRows(rows.data, nullptr), session.session_id(), Transport::kAuto, SoonEnough()));
-  EXPECT_EQ(theirs.session_id(), session.session_id());
-  EXPECT_NE(theirs.reads()[0].shared.region_id(), own.reads()[0].shared.region_id());
-  EXPECT_EQ(theirs.reads()[0].shared.offset_bytes(), own.reads()[0].shared.offset_bytes());
-  const absl::StatusOr<Placement> nobodys =
-      paths_->Place(HostRows(rows.data, nullptr), std::string(32, 's'), Transport::kAuto, SoonEnough());
-  EXPECT_EQ(ErrorReason(nobodys.status()), "SESSION_NOT_FOUND");
+  const Placement own = Value(Place(HostRows(rows.data)));
+  const std::string session = OpenSession();
+  const Placement theirs = Value(Place(HostRows(rows.data), Transport::kAuto, session));
+  EXPECT_EQ(theirs.session_id(), session);
+  EXPECT_NE(Read(theirs).region_id(), Read(own).region_id());
+  EXPECT_EQ(Read(theirs).offset_bytes(), Read(own).offset_bytes());
+  EXPECT_EQ(ErrorReason(Place(HostRows(rows.data), Transport::kAuto, std::string(32, 's')).status()), "SESSION_NOT_FOUND");
 }
 
 TEST_F(MemoryPathsTest, SlotsAreUsedAgainAndBounded) {
   Start();
-  MemoryPathsOptions options = {.max_shared_bytes = int64_t{8} << 20, .copy_threads = 2};
-  Connect(options);
-  std::vector<float> hidden(static_cast<size_t>(kRows * kHiddenSize));
+  Connect({.max_shared_bytes = int64_t{8} << 20, .copy_threads = 2});
   std::string region;
   for (int i = 0; i < 200; ++i) {
-    const Placement placement = Value(Place(HostRows(hidden.data(), hidden.data())));
-    if (i == 0) region = placement.reads()[0].shared.region_id();
-    EXPECT_EQ(placement.reads()[0].shared.region_id(), region);
+    const Placement placement = Value(Place(HostRows(host_.data(), host_.data())));
+    if (i == 0) region = Read(placement).region_id();
+    EXPECT_EQ(Read(placement).region_id(), region);
   }
   std::vector<RowMemory> held;
   for (int i = 0; i < 8; ++i) held.push_back(Value(paths_->AllocateRows((int64_t{1} << 20) - 4096)));
@@ -186,29 +175,28 @@ TEST_F(MemoryPathsTest, SlotsAreUsedAgainAndBounded) {
   EXPECT_EQ(ErrorReason(full), "MEMORY_BUDGET_EXCEEDED");
   EXPECT_EQ(ErrorReason(paths_->AllocateRows(int64_t{9} << 20).status()), "MEMORY_BUDGET_EXCEEDED");
   EXPECT_EQ(ErrorReason(paths_->AllocateRows(0).status()), "MEMORY_BUDGET_EXCEEDED");
-  const absl::Status no_slot = Place(HostRows(hidden.data(), nullptr)).status();
+  const absl::Status no_slot = Place(HostRows(host_.data())).status();
   EXPECT_EQ(ErrorReason(no_slot), "TRANSPORT_UNAVAILABLE");
   EXPECT_THAT(std::string(no_slot.message()), HasSubstr("no shared memory is left"));
   held.pop_back();
-  EXPECT_TRUE(Place(HostRows(hidden.data(), nullptr)).ok());
+  EXPECT_TRUE(Place(HostRows(host_.data())).ok());
 }
 
 TEST_F(MemoryPathsTest, WhatWasAbandonedIsNotUsedAgain) {
   Start();
-  std::vector<float> hidden(static_cast<size_t>(kRows * kHiddenSize));
   std::string slot_region;
   {
-    Placement placement = Value(Place(HostRows(hidden.data(), nullptr)));
-    slot_region = placement.reads()[0].shared.region_id();
+    Placement placement = Value(Place(HostRows(host_.data())));
+    slot_region = Read(placement).region_id();
     placement.Abandon();
   }
-  EXPECT_NE(Value(Place(HostRows(hidden.data(), nullptr))).reads()[0].shared.region_id(), slot_region);
+  EXPECT_NE(Value(Place(HostRows(host_.data()))).reads()[0].shared.region_id(), slot_region);
   // Rows in place: the server has given the region back before the caller hears of it.
   const RowMemory rows = Value(paths_->AllocateRows(kBytes));
-  Placement placement = Value(Place(HostRows(rows.data, nullptr)));
+  Placement placement = Value(Place(HostRows(rows.data)));
   placement.Abandon();
   EXPECT_EQ(ErrorReason(Unregister(placement)), "REGION_NOT_FOUND");
-  EXPECT_TRUE(Place(HostRows(rows.data, nullptr)).ok());  // and registers it again when it is needed
+  EXPECT_TRUE(Place(HostRows(rows.data)).ok());  // and registers it again when it is needed
 }
 
 // A server that stands still delays a call that is given up by one time-out, and not by one for each of its tensors.
@@ -229,8 +217,7 @@ TEST_F(MemoryPathsTest, RegionsAreGivenBackAllAtOnce) {
   };
   channel_ = MakeChannel(server.target(), {});
   paths_ = MemoryPaths::Create(server.target(), channel_, {}, {});
-  std::vector<float> first(static_cast<size_t>(kRows * kHiddenSize));
-  EXPECT_TRUE(Place(HostRows(first.data(), nullptr)).ok());  // which tells that regions are named
+  EXPECT_TRUE(Place(HostRows(host_.data())).ok());  // which tells that regions are named
   std::vector<RowMemory> buffers;
   CallMemory rows;
   for (int i = 0; i < kRegions; ++i) {
@@ -244,24 +231,22 @@ TEST_F(MemoryPathsTest, RegionsAreGivenBackAllAtOnce) {
   ASSERT_EQ(regions.size(), size_t{kRegions});
   placement.Abandon();
   EXPECT_EQ(most, kRegions);
-  EXPECT_EQ(server.CallsOf("UnregisterSharedMemory").size(), size_t{kRegions});
+  EXPECT_EQ(server.PeersOf("UnregisterSharedMemory").size(), size_t{kRegions});
   paths_.reset();  // before the server
 }
 
 TEST_F(MemoryPathsTest, ClosingSendsNothingThatTheServerRefuses) {
-  Start({"--descriptor_socket=" + socket_path(), "--log_level=info"});
-  v1::OpenSessionResponse other;
-  grpc::ClientContext opens;
-  ASSERT_TRUE(sessions_->OpenSession(&opens, {}, &other).ok());
+  Start({"--log_level=info"});
+  const std::string other = OpenSession();
   {
     const RowMemory rows = Value(paths_->AllocateRows(kBytes));
-    EXPECT_NE(Value(Place(HostRows(rows.data, nullptr))).session_id(), other.session_id());
-    Value(paths_->Place(HostRows(rows.data, nullptr), other.session_id(), Transport::kAuto, SoonEnough()));
+    EXPECT_NE(Value(Place(HostRows(rows.data))).session_id(), other);
+    Value(Place(HostRows(rows.data), Transport::kAuto, other));
   }
   paths_.reset();
   grpc::ClientContext closes;
   v1::CloseSessionRequest request;
-  request.set_session_id(other.session_id());
+  request.set_session_id(other);
   v1::CloseSessionResponse response;
   EXPECT_TRUE(sessions_->CloseSession(&closes, request, &response).ok());
   server_->process().Signal(SIGTERM);
@@ -271,24 +256,23 @@ TEST_F(MemoryPathsTest, ClosingSendsNothingThatTheServerRefuses) {
 }
 
 TEST_F(MemoryPathsTest, SaysWhyAPathIsNotThere) {
-  Start({"--log_level=error"});  // without a descriptor socket
-  std::vector<float> hidden(static_cast<size_t>(kRows * kHiddenSize));
-  const absl::Status none = Place(HostRows(hidden.data(), nullptr)).status();
+  Start({"--log_level=error"}, /*shares_memory=*/false);
+  const absl::Status none = Place(HostRows(host_.data())).status();
   EXPECT_EQ(ErrorReason(none), "TRANSPORT_UNAVAILABLE");
   EXPECT_THAT(std::string(none.message()), HasSubstr("started without --descriptor_socket"));
-  EXPECT_EQ(none, Place(HostRows(hidden.data(), nullptr), Transport::kSharedMemory).status());
-  const absl::Status host = Place(HostRows(hidden.data(), nullptr), Transport::kCudaIpc).status();
+  EXPECT_EQ(none, Place(HostRows(host_.data()), Transport::kSharedMemory).status());
+  const absl::Status host = Place(HostRows(host_.data()), Transport::kCudaIpc).status();
   EXPECT_THAT(std::string(host.message()), HasSubstr("host memory"));
-  CallMemory device = HostRows(hidden.data(), nullptr);
-  device.rows.memory = client::Memory::kCuda;
+  CallMemory device = HostRows(host_.data(), nullptr);
+  device.rows.memory = Memory::kCuda;
   const absl::Status no_device = Place(device, Transport::kCudaIpc).status();
   EXPECT_FALSE(no_device.ok());
-  EXPECT_FALSE(paths_->ContextOf(hidden.data()).ok());
+  EXPECT_FALSE(paths_->ContextOf(host_.data()).ok());
 
   // A socket that is not there any more: another mount namespace looks the same.
-  Start({"--descriptor_socket=" + socket_path()});
-  ASSERT_EQ(unlink(socket_path().c_str()), 0);
-  const absl::Status gone = Place(HostRows(hidden.data(), nullptr)).status();
+  Start();
+  ASSERT_EQ(unlink(server_->descriptor_socket().c_str()), 0);
+  const absl::Status gone = Place(HostRows(host_.data())).status();
   EXPECT_EQ(ErrorReason(gone), "TRANSPORT_UNAVAILABLE");
   EXPECT_THAT(std::string(gone.message()), HasSubstr("cannot be reached from here: No such file"));
   const RowMemory rows = Value(paths_->AllocateRows(kBytes));  // still memory
@@ -297,9 +281,9 @@ TEST_F(MemoryPathsTest, SaysWhyAPathIsNotThere) {
 
 TEST_F(MemoryPathsTest, ASocketOfAnotherServerIsNotedBeforeAnythingIsRegistered) {
   Start();
-  const auto region = Value(client::internal::SharedRegion::Make(4096, false));
+  const auto region = Value(SharedRegion::Make(4096, false));
   const absl::Status other =
-      client::internal::PassDescriptor(socket_path(), region->fd(), 4096, std::string(16, 'x'), SoonEnough()).status();
+      PassDescriptor(server_->descriptor_socket(), region->fd(), 4096, std::string(16, 'x'), SoonEnough()).status();
   EXPECT_THAT(std::string(other.message()), HasSubstr("belongs to another server"));
 }
 

@@ -19,20 +19,15 @@
 #include "client/core/link/channel.h"
 #include "client/core/rows/memory/memory_paths.h"
 #include "headwater/client/error.h"
+#include "tests/e2e/cpp/support/placed_call.h"
 #include "tests/e2e/cpp/support/server_process.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {
 
-using client::ErrorReason;
-using client::Transport;
-using client::internal::CallMemory;
-using client::internal::MakeChannel;
-using client::internal::MemoryPaths;
-using client::internal::Placement;
-using client::internal::RowMemory;
-using client::internal::Wait;
+using namespace client;
+using namespace client::internal;
 using std::chrono::minutes;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
@@ -73,7 +68,7 @@ bool UnderWay(const std::future<T>& task) {
 
 CallMemory Rows(void* data, int64_t bytes) { return {.rows = FloatsAt(data, bytes)}; }
 
-class PlacementCancel : public testing::Test {
+class PlacementCancel : public ::testing::Test {
  protected:
   // The only session that there may be is the one that a call which gave up had begun to open.
   void Start(bool by_name) {
@@ -108,7 +103,7 @@ class PlacementCancel : public testing::Test {
 // The second parameter: by its deadline, and not by being cancelled.
 enum class Step { kAsking, kOpeningASession, kPassingADescriptor, kRegistering };
 
-class PlacementGivenUp : public PlacementCancel, public testing::WithParamInterface<std::tuple<Step, bool>> {};
+class PlacementGivenUp : public PlacementCancel, public ::testing::WithParamInterface<std::tuple<Step, bool>> {};
 
 TEST_P(PlacementGivenUp, EndsAtOnceAndSpoilsNothing) {
   const auto [step, by_deadline] = GetParam();
@@ -146,9 +141,9 @@ TEST_P(PlacementGivenUp, EndsAtOnceAndSpoilsNothing) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Steps, PlacementGivenUp,
-                         testing::Combine(testing::Values(Step::kAsking, Step::kOpeningASession, Step::kPassingADescriptor,
-                                                          Step::kRegistering),
-                                          testing::Bool()));
+                         ::testing::Combine(::testing::Values(Step::kAsking, Step::kOpeningASession, Step::kPassingADescriptor,
+                                                              Step::kRegistering),
+                                            ::testing::Bool()));
 
 // Whichever of them it is that talks to the server.
 TEST_F(PlacementCancel, OneOfTwoThatWaitForTheSameRegionGoesAlone) {

@@ -37,6 +37,15 @@ constexpr int64_t kManyBytes = kManyRows * kHiddenSize * 4;
 
 MicroBatchOptions Submission(int64_t micro_batch) { return {.step = 0, .micro_batch = micro_batch}; }
 
+// Waits until the contributions of the open step are in this state, but for the good one's.
+bool AwaitAllButTheFirst(Head& head, ContributionState state) {
+  return Await([&] {
+    const std::vector<MicroBatchInfo> known = Value(head.GetStep()).open.micro_batches;
+    return std::all_of(known.begin(), known.end(),
+                       [&](const MicroBatchInfo& info) { return info.micro_batch == 0 || info.state == state; });
+  });
+}
+
 class TransportFault : public testing::TestWithParam<Transport> {
  protected:
   TransportFault()
@@ -48,7 +57,7 @@ class TransportFault : public testing::TestWithParam<Transport> {
   }
 
   Head MakeHead(Client& client, const std::string& name) {
-    return CreateHead(client, name, {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true}, weight_);
+    return CreateHead(client, name, {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true});
   }
 
   // Device memory is the third path's alone.
@@ -61,38 +70,40 @@ class TransportFault : public testing::TestWithParam<Transport> {
     device_rows_ = Value(internal::DeviceBacking::Allocate(gpu_, 2 * kManyBytes));
   }
 
-  // The first rows of `values` where the path wants them; on the device they replace what was there.
-  RowsView View(const std::vector<float>& values, int64_t row_count) {
-    RowsView view = RowsView::Float32(absl::MakeConstSpan(values).first(static_cast<size_t>(row_count * kHiddenSize)), kHiddenSize);
+  // The first rows, on the host and where the path wants them.
+  RowsView HostRows(int64_t row_count) const {
+    return RowsView::Float32(absl::MakeConstSpan(rows_).first(static_cast<size_t>(row_count * kHiddenSize)), kHiddenSize);
+  }
+  RowsView Rows(int64_t row_count) {
+    RowsView view = HostRows(row_count);
     if (device_rows_ == nullptr) return view;
     EXPECT_EQ(gpu_->CopyNow(nullptr, device_rows_->data(), view.data, row_count * view.row_bytes()), absl::OkStatus());
     view.data = device_rows_->data();
     view.memory = Memory::kCuda;
     return view;
   }
-  RowsView Many() { return View(rows_, kManyRows); }
+  absl::Span<const int32_t> Targets(int64_t row_count) const {
+    return absl::MakeConstSpan(targets_).first(static_cast<size_t>(row_count));
+  }
 
   // Submits to the student over the path. On the device every gradient goes to one place: only the accumulators are compared.
-  Future<LossResult> Submit(const RowsView& rows, MicroBatchOptions options, const CallOptions& call = {}) {
+  Future<LossResult> Submit(int64_t row_count, MicroBatchOptions options, const CallOptions& call = {}) {
+    const RowsView rows = Rows(row_count);
     if (device_rows_ != nullptr) {
       options.grad_hidden =
           absl::MakeSpan(device_rows_->data() + kManyBytes, static_cast<size_t>(rows.row_count * rows.row_bytes()));
       options.grad_hidden_memory = Memory::kCuda;
     }
-    return student_->CrossEntropy(rows, absl::MakeConstSpan(targets_).first(static_cast<size_t>(rows.row_count)), {}, options,
-                                  call);
+    return student_->CrossEntropy(rows, Targets(row_count), {}, options, call);
   }
 
   // The same micro-batch for the witness.
   void Witness(int64_t micro_batch, int64_t row_count) {
-    const RowsView rows =
-        RowsView::Float32(absl::MakeConstSpan(rows_).first(static_cast<size_t>(row_count * kHiddenSize)), kHiddenSize);
-    const auto targets = absl::MakeConstSpan(targets_).first(static_cast<size_t>(row_count));
-    Value(witness_->CrossEntropy(rows, targets, {}, Submission(micro_batch)).Get());
+    Value(witness_->CrossEntropy(HostRows(row_count), Targets(row_count), {}, Submission(micro_batch)).Get());
   }
   // A micro-batch that both heads get: it must be accepted, over the wanted path.
   LossResult Good(int64_t micro_batch, int64_t row_count = kFewRows) {
-    LossResult result = Value(Submit(View(rows_, row_count), Submission(micro_batch)).Get());
+    LossResult result = Value(Submit(row_count, Submission(micro_batch)).Get());
     EXPECT_EQ(result.transport, TransportName(GetParam()));
     EXPECT_FALSE(result.replayed);
     Witness(micro_batch, row_count);
@@ -113,7 +124,6 @@ class TransportFault : public testing::TestWithParam<Transport> {
   ServerProcess server_;
   Client client_;
   Client witness_client_;
-  const std::vector<float> weight_ = RandomFloats(1, kVocabSize* kHiddenSize, 0.3F);
   const std::vector<float> rows_ = RandomFloats(2, kManyRows* kHiddenSize, 1.0F);
   const std::vector<int32_t> targets_ = RandomTargets(3, kManyRows, kVocabSize);
   std::optional<Head> student_, witness_;
@@ -125,15 +135,10 @@ TEST_P(TransportFault, ADroppedFutureAddsNothing) {
     // Explicit: what the server had computed already stays undecided, so that nothing of it is added.
     MicroBatchOptions options = Submission(100 + round);
     options.commit = CommitMode::kExplicit;
-    Future<LossResult> future = Submit(Many(), options);
+    Future<LossResult> future = Submit(kManyRows, options);
     std::this_thread::sleep_for(milliseconds(3 * round));
   }
-  EXPECT_TRUE(Await([&] {
-    const std::vector<client::MicroBatchInfo> known = Value(student_->GetStep()).open.micro_batches;
-    return std::all_of(known.begin(), known.end(), [](const client::MicroBatchInfo& info) {
-      return info.micro_batch == 0 || info.state == client::ContributionState::kStaged;
-    });
-  }));
+  EXPECT_TRUE(AwaitAllButTheFirst(*student_, ContributionState::kStaged));
   Good(1);
   Good(2, kManyRows);
   ExpectSameAccumulators();
@@ -143,7 +148,7 @@ TEST_P(TransportFault, ACancelledEagerOneIsAddedOnceOrNotAtAll) {
   Good(0);
   for (int64_t round = 0; round < 5; ++round) {
     const int64_t id = 1 + round;
-    Future<LossResult> future = Submit(Many(), Submission(id));
+    Future<LossResult> future = Submit(kManyRows, Submission(id));
     std::this_thread::sleep_for(milliseconds(4 * round));
     future.Cancel();
     (void)future.Get();
@@ -152,7 +157,7 @@ TEST_P(TransportFault, ACancelledEagerOneIsAddedOnceOrNotAtAll) {
     EXPECT_TRUE(Await([&] {
       MicroBatchOptions options = Submission(id);
       options.attempt = 1;
-      absl::StatusOr<LossResult> result = Submit(Many(), options).Get();
+      absl::StatusOr<LossResult> result = Submit(kManyRows, options).Get();
       if (!result.ok()) return false;
       again = *std::move(result);
       return true;
@@ -164,7 +169,7 @@ TEST_P(TransportFault, ACancelledEagerOneIsAddedOnceOrNotAtAll) {
 
 TEST_P(TransportFault, AKilledServerIsACleanErrorAndTheClientComesBack) {
   Good(0);
-  Future<LossResult> future = Submit(Many(), Submission(1), {.timeout = seconds(20)});
+  Future<LossResult> future = Submit(kManyRows, Submission(1), {.timeout = seconds(20)});
   server_.process().Signal(SIGKILL);
   EXPECT_EQ(server_.process().Wait(), -SIGKILL);
   const auto start = steady_clock::now();
@@ -201,11 +206,8 @@ TEST_P(KilledClient, LeavesNothingBehind) {
   const auto [transport, moment] = GetParam();
   ServerProcess server({"--stream_idle_timeout=3s"}, /*shares_memory=*/true);
   Client client = server.Connect({.connect_timeout = seconds(20), .transport = Transport::kGrpc});
-  Head head = CreateHead(client, "student", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true},
-                         RandomFloats(1, kVocabSize * kHiddenSize, 0.3F));
-  const std::vector<float> rows = RandomFloats(2, kFewRows * kHiddenSize, 1.0F);
-  const std::vector<int32_t> targets = RandomTargets(3, kFewRows, kVocabSize);
-  Value(head.CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, Submission(0)).Get());
+  Head head = CreateHead(client, "student", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true});
+  Value(SubmitRandom(head, kFewRows, Submission(0)));
   const TensorBuffer before = Value(head.Gradient(0));
 
   TemporaryDirectory directory;
@@ -222,16 +224,11 @@ TEST_P(KilledClient, LeavesNothingBehind) {
     EXPECT_EQ(victim.Wait(), -SIGKILL);
   }
   // Its undecided micro-batches are discarded, and its regions go, when its lease ends; the accumulator is as it was.
-  EXPECT_TRUE(Await([&] {
-    for (const MicroBatchInfo& info : Value(head.GetStep()).open.micro_batches) {
-      if (info.micro_batch != 0 && info.state != ContributionState::kDiscarded) return false;
-    }
-    return true;
-  }));
+  EXPECT_TRUE(AwaitAllButTheFirst(head, ContributionState::kDiscarded));
   EXPECT_TRUE(Await([&] { return !HasMappedRegions(server); }));
   const TensorBuffer after = Value(head.Gradient(0));
   EXPECT_EQ(std::memcmp(before.data(), after.data(), static_cast<size_t>(before.bytes())), 0);
-  EXPECT_TRUE(head.CrossEntropy(RowsView::Float32(rows, kHiddenSize), targets, {}, Submission(1 << 20)).Get().ok());
+  EXPECT_TRUE(SubmitRandom(head, kFewRows, Submission(1 << 20)).ok());
 }
 
 INSTANTIATE_TEST_SUITE_P(Paths, KilledClient,

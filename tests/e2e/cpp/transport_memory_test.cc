@@ -57,8 +57,7 @@ class ServerMemory : public testing::TestWithParam<Transport> {};
 TEST_P(ServerMemory, StaysAtItsLevel) {
   ServerProcess server({}, /*shares_memory=*/true);
   Client client = server.Connect({.connect_timeout = std::chrono::seconds(20), .transport = GetParam()});
-  Head head = CreateHead(client, "student", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true},
-                         RandomFloats(1, kVocabSize * kHiddenSize, 0.1F));
+  Head head = CreateHead(client, "student", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true});
   RowsBuffer rows = Value(client.AllocateRows(kMostRows, kHiddenSize, DataType::kFloat32));
   std::vector<float> own = RandomFloats(2, kMostRows * kHiddenSize, 1.0F);
   std::memcpy(rows.data(), own.data(), own.size() * 4);

@@ -4,7 +4,7 @@ A script has a line, or a part of one that `;` ends, for each of
     OPERATION ... [-> OUTCOME]   what the client does (protocol_driver.cc) and what comes of it: nothing or `attempt=1` and the
                                  like where it succeeds; else the reason, with what its message has in quotes
     ! ACTION ...                 what the server does: a method of ScriptedServer, or one of `Exchange._action_...`
-    ? CHECK ...                  what must hold: one of `Exchange._check_...`
+    ? CHECK ...                  what must hold: one of VALUES, or of `Exchange._check_...`
 """
 
 import itertools
@@ -22,6 +22,17 @@ from scripted_server import LIMIT_S, ScriptedServer, answer, message_of, name_of
 
 # What takes longer hangs.
 OPERATION_LIMIT_S = 30
+
+# Checks of values, which the script has in their order.
+VALUES = {
+    "attempts": lambda it, method: [message_of(call).attempt for call in it._server.calls[method]],
+    "epoch": lambda it, handle: [it._driver.run(f"epoch {handle}")["epoch"]],
+    "leases": lambda it: [call.lease.ToMilliseconds() for call in it._server.calls["OpenSession"]],
+    "open_sessions": lambda it: [len(it._server.open_sessions)],
+    "recovers": lambda it: [name_of(epoch) for epoch in it._server.head("h").recovers],
+    # By number, as they were opened; `-`: none.
+    "sessions": lambda it, method: [int.from_bytes(message_of(c).session_id, "big") or "-" for c in it._server.calls[method]],
+}
 
 
 class Driver:
@@ -73,7 +84,11 @@ class Exchange:
         elif line[0] == "?":
             name, _, expected = line[1:].partition(":")
             check, *arguments = name.split()
-            getattr(self, f"_check_{check}")(expected.strip(), *arguments)
+            if check in VALUES:
+                actual = [str(value) for value in VALUES[check](self, *arguments)]
+                assert actual == expected.split(), actual
+            else:
+                getattr(self, f"_check_{check}")(expected.strip(), *arguments)
         else:
             self._operate(*(part.strip() for part in (*line.split("->", 1), "")[:2]))
 
@@ -132,21 +147,6 @@ class Exchange:
         least, _, most = expected.partition("-")
         assert int(least) <= self._server.count(method) <= int(most or least), self._server.count(method)
 
-    def _check_attempts(self, expected, method):
-        assert [message_of(call).attempt for call in self._server.calls[method]] == [int(word) for word in expected.split()]
-
-    def _check_sessions(self, expected, method):
-        """Numbers of the sessions in the order in which they were opened; `-`: none."""
-        numbers = (int.from_bytes(message_of(call).session_id, "big") for call in self._server.calls[method])
-        actual = [str(number or "-") for number in numbers]
-        assert actual == expected.split(), actual
-
-    def _check_leases(self, expected):
-        """Milliseconds that each session was opened for; it has a name that the protocol allows."""
-        opened = self._server.calls["OpenSession"]
-        assert [call.lease.ToMilliseconds() for call in opened] == [int(word) for word in expected.split()], opened
-        assert all(1 <= len(call.client_name.encode()) <= 128 for call in opened), opened
-
     def _check_same(self, _, method):
         """All requests of a method are equal, but for their attempts."""
         requests = [MessageToDict(message_of(call)) for call in self._server.calls[method]]
@@ -154,16 +154,8 @@ class Exchange:
             request.pop("attempt", None)
         assert len(requests) > 1 and all(request == requests[0] for request in requests), requests
 
-    def _check_recovers(self, expected, head="h"):
-        actual = [name_of(epoch) for epoch in self._server.head(head).recovers]
-        assert actual == expected.split(), actual
-
-    def _check_epoch(self, expected, handle):
-        assert (actual := self._driver.run(f"epoch {handle}")["epoch"]) == expected, actual
-
-    def _check_pending(self, expected, *names):
-        for name in names:
-            assert self._driver.run(f"pending {name}")["pending"] is (expected != "no")
+    def _check_pending(self, expected):
+        assert self._driver.run(f"pending {expected}")["pending"]
 
     def _check_took(self, expected):
         """Seconds that the last operation took: `0.4-2`."""
@@ -192,6 +184,3 @@ class Exchange:
     def _check_other_connection(self, _, method, other):
         peers = self._server.peers
         assert peers[method] and not set(peers[method]) & set(peers[other]), peers
-
-    def _check_open_sessions(self, expected):
-        assert len(self._server.open_sessions) == int(expected), self._server.open_sessions

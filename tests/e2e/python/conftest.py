@@ -7,6 +7,7 @@ engine, "cpu" or "cuda"; without it, "cpu".
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
@@ -154,39 +155,32 @@ def frozen_modules():
 class Backend:
     """A client, where its loadable files lie, and its server's address; None: the server is the client's own."""
 
-    kind: str
     client: headwater.Client
     load_root: Path
     address: str | None = None
-
-    @property
-    def remote(self) -> bool:
-        return self.address is not None
 
 
 @pytest.fixture(scope="session")
 def backends():
     """Backends by kind, each started when it is first asked for."""
     with contextlib.ExitStack() as stack:
-        made: dict[str, Backend] = {}
-        servers: dict[str, Server] = {}
 
+        @functools.cache
+        def server(shards: str) -> Server:
+            return stack.enter_context(running_server(f"--shards={shards}"))
+
+        @functools.cache
         def get(kind: str) -> Backend:
-            if kind not in made:
-                place, shards, *transport = kind.split("-")
-                if place == "remote":
-                    if shards not in servers:
-                        servers[shards] = stack.enter_context(running_server(f"--shards={shards}"))
-                    server = servers[shards]
-                    client = stack.enter_context(headwater.connect(server.address, transport=transport[0] if transport else "auto"))
-                    made[kind] = Backend(kind, client, server.load_root, server.address)
-                else:
-                    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
-                    (directory / "load").mkdir()
-                    folders = {"checkpoint_dir": directory / "checkpoints", "load_root": directory / "load"}
-                    client = stack.enter_context(headwater.local.connect(shards=int(shards), engine=ENGINE, **folders))
-                    made[kind] = Backend(kind, client, directory / "load")
-            return made[kind]
+            place, shards, *transport = kind.split("-")
+            if place == "remote":
+                address = server(shards).address
+                client = stack.enter_context(headwater.connect(address, transport=transport[0] if transport else "auto"))
+                return Backend(client, server(shards).load_root, address)
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
+            (directory / "load").mkdir()
+            folders = {"checkpoint_dir": directory / "checkpoints", "load_root": directory / "load"}
+            client = stack.enter_context(headwater.local.connect(shards=int(shards), engine=ENGINE, **folders))
+            return Backend(client, directory / "load")
 
         yield get
 
@@ -249,23 +243,28 @@ def scripted():
     server.stop()
 
 
-_names = itertools.count()
+_numbers = itertools.count()
 
 
 @pytest.fixture
-def make_head():
-    """Creates heads with names of their own, and deletes them afterwards."""
+def names():
+    """Makes names of a client's heads, and deletes the heads afterwards."""
     made = []
 
-    def make(client, weight, bias=None, **options):
-        head = client.create_head(f"test-{next(_names)}", weight, bias, **options)
-        made.append(head)
-        return head
+    def name(client):
+        made.append((client, f"test-{next(_numbers)}"))
+        return made[-1][1]
 
-    yield make
-    for head in made:
+    yield name
+    for client, head in made:
         with contextlib.suppress(headwater.NotFoundError, headwater.UnavailableError):
-            headwater.Head(head._backend, head.info()).delete(force=True)
+            client.head(head).delete(force=True)
+
+
+@pytest.fixture
+def make_head(names):
+    """Creates heads with names of their own."""
+    return lambda client, weight, bias=None, **options: client.create_head(names(client), weight, bias, **options)
 
 
 @pytest.fixture
@@ -299,21 +298,6 @@ def problem(rng):
     from torch_model import Problem
 
     return Problem(rng)
-
-
-@pytest.fixture
-def names(request):
-    """Names of heads, which are deleted afterwards."""
-    made = []
-
-    def name(client):
-        made.append((client, f"named-{len(made)}-{abs(hash(request.node.nodeid)) % 10**9}"))
-        return made[-1][1]
-
-    yield name
-    for client, head in made:
-        with contextlib.suppress(headwater.NotFoundError):
-            client.head(head).delete(force=True)
 
 
 @pytest.fixture

@@ -60,6 +60,19 @@ def _jsd(log_q, log_p, beta):
     return (beta * log_p.exp() * (log_p - log_m) + (1 - beta) * log_q.exp() * (log_q - log_m)).sum(-1)
 
 
+def _top_k_divergence(log_q, teacher):
+    """Forward divergence from a teacher that is known by some ids of each token; the others share what is left."""
+    used = teacher.ids >= 0
+    places = torch.tensor(np.stack([np.nonzero(used)[0], teacher.ids[used]]))
+    p = torch.zeros_like(log_q)
+    p[tuple(places)] = torch.tensor(teacher.log_probs[used]).double().exp()
+    named = torch.zeros(p.shape, dtype=torch.bool)
+    named[tuple(places)] = True
+    rest, others = 1 - p.sum(-1), log_q.masked_fill(named, -torch.inf).logsumexp(-1)
+    rest[rest < 1e-6] = 0
+    return (torch.xlogy(p, p) - p * log_q).sum(-1) + torch.xlogy(rest, rest) - rest * others
+
+
 def compute(
     head,
     hidden,
@@ -84,7 +97,7 @@ def compute(
     truncate_to_common=False,
     grad_hidden_scale=1.0,
 ):
-    """Everything that a micro-batch yields: of the cross entropy, or with `teacher` of the divergence."""
+    """Everything that a micro-batch yields: of the cross entropy, or of the divergence from a teacher."""
     rows = _leaf(hidden)
     z = head.logits(rows) / temperature
     valid, ids = torch.ones(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.int64)
@@ -103,7 +116,9 @@ def compute(
     scale = share * (target_log_p.detach().exp() if token_scaling else 1.0)
     hard = scale * F.cross_entropy(z, ids, weight=class_weights, label_smoothing=label_smoothing, reduction="none")
     penalty, soft = scale * z_loss * lse**2, torch.zeros(len(rows))
-    if teacher is not None:
+    if isinstance(teacher, headwater.TopKTeacher):
+        soft = _top_k_divergence((z / student_temperature).log_softmax(-1), teacher)
+    elif teacher is not None:
         teacher_z = teacher.logits(torch.tensor(teacher_hidden).double())
         columns = min(z.shape[1], teacher_z.shape[1]) if truncate_to_common else z.shape[1]
         log_q = (z[:, :columns] / student_temperature).log_softmax(-1)

@@ -388,7 +388,9 @@ class ScriptedServer:
     def _lease(self):
         return self.lease or self.calls["OpenSession"][-1].lease
 
-    def _OpenSession(self, request, _):
+    def _OpenSession(self, request, context):
+        if not 1 <= len(request.client_name.encode()) <= 128:
+            answer("INVALID_FIELD").abort(context)
         session = len(self.calls["OpenSession"]).to_bytes(32, "big")
         self.open_sessions.add(session)
         return session_service_pb2.OpenSessionResponse(session_id=session, lease=self._lease())

@@ -72,19 +72,7 @@ struct HarmlessField {
   std::string why;
 };
 
-// ---- rows that several RPCs have
-// A session's id.
-void AddSessionRows(const BadValues& rows, const std::string& name, bool required, bool looks_up);
-// Finite, but not as float32: what factors of losses and gradients must not be.
-inline const std::vector<double> kBeyondFloat32 = {4e38, -4e38};
-// NaN, the infinities, and `bad`.
-void AddNumberRows(const BadValues& rows, const std::vector<std::string>& names, const std::vector<double>& bad);
-// A HeadStep; `step`: the call works on a step.
-void AddHeadStepRows(const BadValues& rows, const std::string& name, bool step);
-
-std::vector<BadValue> LossServiceBadValues();
-std::vector<BadValue> HeadServiceBadValues();
-std::vector<BadValue> SessionServiceBadValues();
+std::vector<BadValue> AllBadValues();
 std::vector<HarmlessField> HarmlessFields();
 
 }  // namespace headwater::testing

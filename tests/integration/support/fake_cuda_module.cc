@@ -28,14 +28,15 @@
 #include "headwater/kernels/engine.h"
 #include "headwater/kernels/error.h"
 #include "kernels/core/engine_module.h"
+#include "tests/unit/forwarding_engine.h"
 
 namespace headwater {
 namespace {
 
-class FakeCudaEngine final : public LossEngine {
+class FakeCudaEngine final : public testing::ForwardingEngine {
  public:
   FakeCudaEngine(std::unique_ptr<LossEngine> engine, EngineOptions options)
-      : engine_(std::move(engine)), options_(std::move(options)) {}
+      : ForwardingEngine(std::move(engine)), options_(std::move(options)) {}
 
   std::string name() const override { return "cuda"; }
   std::vector<EngineDevice> devices() const override {
@@ -43,16 +44,13 @@ class FakeCudaEngine final : public LossEngine {
     const std::string cache = options_.algorithm_cache_path.empty() ? "none" : options_.algorithm_cache_path;
     return {{"cuda:" + std::to_string(options_.device_index),
              "Fake GPU, cache " + cache + (options_.timed_search ? ", timed" : ", untimed"),
-             engine_->devices()[0].memory_budget_bytes}};
+             ForwardingEngine::devices()[0].memory_budget_bytes}};
   }
-  const EngineOptions& options() const override { return engine_->options(); }
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
-    auto plan = engine_->PlanHead(spec);
+    auto plan = ForwardingEngine::PlanHead(spec);
     if (plan.ok()) plan->token_chunk_rows = 4321;  // so that its plans are told from a CpuEngine's
     return plan;
   }
-  absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override { return engine_->CreateHead(spec); }
-  int64_t planned_bytes() const override { return engine_->planned_bytes(); }
   absl::Status DoHealth() const override { return is_lost_.load() ? Lost() : absl::OkStatus(); }
   absl::StatusOr<MicroBatchResult> DoCompute(const MicroBatch& micro_batch) override {
     const int64_t rows = micro_batch.hidden.row_count;
@@ -61,7 +59,7 @@ class FakeCudaEngine final : public LossEngine {
     }
     while (rows == 15 || rows == 16) std::this_thread::sleep_for(std::chrono::seconds(1));
     if (is_lost_.load()) return Lost();
-    auto result = engine_->Compute(micro_batch);
+    auto result = ForwardingEngine::DoCompute(micro_batch);
     if (result.ok() && options_.device_index == 6) result->terms.front().loss_sum += 0.001;
     return result;
   }
@@ -69,7 +67,6 @@ class FakeCudaEngine final : public LossEngine {
  private:
   static absl::Status Lost() { return MakeError(ErrorReason::kEngineFailed, "an illegal memory access was encountered"); }
 
-  const std::unique_ptr<LossEngine> engine_;
   const EngineOptions options_;
   std::atomic<bool> is_lost_{false};
 };

@@ -3,6 +3,7 @@
 #ifndef HEADWATER_TESTS_INTEGRATION_SUPPORT_GATED_ENGINE_H_
 #define HEADWATER_TESTS_INTEGRATION_SUPPORT_GATED_ENGINE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -18,14 +19,8 @@ namespace headwater::testing {
 class Gate {
  public:
   // From now on Compute() waits when it is entered.
-  void Close() {
-    absl::MutexLock lock(&mutex_);
-    open_ = false;
-  }
-  void Open() {
-    absl::MutexLock lock(&mutex_);
-    open_ = true;
-  }
+  void Close() { Set(&Gate::open_, false); }
+  void Open() { Set(&Gate::open_, true); }
   // Waits until a call stands at the closed gate.
   void AwaitWaiting() {
     absl::MutexLock lock(&mutex_);
@@ -33,28 +28,16 @@ class Gate {
         +[](int* waiting) { return *waiting > 0; }, &waiting_));
   }
   // The next Compute() fails with this.
-  void FailNext(const absl::Status& failure) {
-    absl::MutexLock lock(&mutex_);
-    failure_ = failure;
-  }
+  void FailNext(const absl::Status& failure) { Set(&Gate::failure_, failure); }
   // The device is lost: every Compute() that passes from now on fails with this, and so says health().
-  void Lose(const absl::Status& health) {
-    absl::MutexLock lock(&mutex_);
-    health_ = health;
-  }
+  void Lose(const absl::Status& health) { Set(&Gate::health_, health); }
   absl::Status health() {
     absl::MutexLock lock(&mutex_);
     return health_;
   }
   // As if a computation had got on.
-  void GetOn() {
-    absl::MutexLock lock(&mutex_);
-    ++progress_;
-  }
-  int64_t progress() {
-    absl::MutexLock lock(&mutex_);
-    return progress_;
-  }
+  void GetOn() { ++progress_; }
+  int64_t progress() const { return progress_; }
   absl::Status Pass() {
     absl::MutexLock lock(&mutex_);
     ++waiting_;
@@ -65,10 +48,16 @@ class Gate {
   }
 
  private:
+  template <typename T>
+  void Set(T Gate::*member, const T& value) {
+    absl::MutexLock lock(&mutex_);
+    this->*member = value;
+  }
+
   absl::Mutex mutex_;
   bool open_ ABSL_GUARDED_BY(mutex_) = true;
   int waiting_ ABSL_GUARDED_BY(mutex_) = 0;
-  int64_t progress_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::atomic<int64_t> progress_ = 0;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
   absl::Status health_ ABSL_GUARDED_BY(mutex_);
 };

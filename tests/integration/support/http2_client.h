@@ -14,13 +14,6 @@
 
 namespace headwater::testing {
 
-struct Http2Frame {
-  uint8_t type = 0;
-  uint8_t flags = 0;
-  uint32_t stream = 0;
-  std::string payload;
-};
-
 inline constexpr uint8_t kDataFrame = 0;
 inline constexpr uint8_t kHeadersFrame = 1;
 inline constexpr uint8_t kEndStream = 1;   // flag
@@ -29,7 +22,28 @@ inline constexpr uint8_t kResetFrame = 3;
 inline constexpr uint8_t kSettingsFrame = 4;
 inline constexpr uint8_t kPingFrame = 6;
 inline constexpr uint8_t kGoAwayFrame = 7;
-inline constexpr char kHttp2Preface[] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+struct Http2Frame {
+  std::string Encode() const {
+    std::string bytes;
+    const auto add = [&bytes](size_t value, int byte_count) {
+      while (byte_count-- > 0) bytes.push_back(static_cast<char>(value >> 8 * byte_count));
+    };
+    add(payload.size(), 3);
+    add(type, 1);
+    add(flags, 1);
+    add(stream, 4);
+    return bytes + payload;
+  }
+
+  uint8_t type = 0;
+  uint8_t flags = 0;
+  uint32_t stream = 0;
+  std::string payload = {};
+};
+
+// What a client sends first.
+inline std::string Http2Start() { return "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + Http2Frame{kSettingsFrame}.Encode(); }
 
 class Http2Client {
  public:
@@ -49,19 +63,6 @@ class Http2Client {
   // False once the server does not take anything any more.
   bool Send(const std::string& bytes) {
     return send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size());
-  }
-  static std::string Encode(const Http2Frame& frame) {
-    const auto byte = [](size_t value) { return static_cast<char>(static_cast<uint8_t>(value)); };
-    std::string bytes = {byte(frame.payload.size() >> 16),
-                         byte(frame.payload.size() >> 8),
-                         byte(frame.payload.size()),
-                         byte(frame.type),
-                         byte(frame.flags),
-                         byte(frame.stream >> 24),
-                         byte(frame.stream >> 16),
-                         byte(frame.stream >> 8),
-                         byte(frame.stream)};
-    return bytes + frame.payload;
   }
   // Waits up to 60 s for the next frame; nullopt at the end of the connection.
   std::optional<Http2Frame> Read() {

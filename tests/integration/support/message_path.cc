@@ -1,5 +1,7 @@
 #include "tests/integration/support/message_path.h"
 
+#include <google/protobuf/text_format.h>
+
 #include <stdexcept>
 
 #include "absl/strings/escaping.h"
@@ -9,42 +11,26 @@
 namespace headwater::testing {
 namespace {
 
-using google::protobuf::Descriptor;
 using google::protobuf::FieldDescriptor;
 using google::protobuf::Message;
 
-void SetInteger(Message* parent, const FieldDescriptor* field, int64_t value) {
-  const auto* reflection = parent->GetReflection();
-  const bool repeated = field->is_repeated();
-  switch (field->cpp_type()) {
-    case FieldDescriptor::CPPTYPE_INT32:
-      repeated ? reflection->AddInt32(parent, field, static_cast<int32_t>(value))
-               : reflection->SetInt32(parent, field, static_cast<int32_t>(value));
-      break;
-    case FieldDescriptor::CPPTYPE_INT64:
-      repeated ? reflection->AddInt64(parent, field, value) : reflection->SetInt64(parent, field, value);
-      break;
-    case FieldDescriptor::CPPTYPE_ENUM:
-      repeated ? reflection->AddEnumValue(parent, field, static_cast<int>(value))
-               : reflection->SetEnumValue(parent, field, static_cast<int>(value));
-      break;
-    case FieldDescriptor::CPPTYPE_BOOL:
-      reflection->SetBool(parent, field, value != 0);
-      break;
-    default:
-      throw std::logic_error(absl::StrCat(field->full_name(), " is no integer"));
-  }
+// Merges a value in text format.
+Edit Merge(const std::string& what, const std::string& value) {
+  return {what, [value](Message* parent, const FieldDescriptor* field) {
+            if (!google::protobuf::TextFormat::MergeFromString(absl::StrCat(field->name(), ": ", value), parent)) {
+              throw std::logic_error(absl::StrCat(field->full_name(), " cannot be ", value.substr(0, 80)));
+            }
+          }};
 }
 
-void CollectPaths(const Descriptor& descriptor, const std::string& prefix, std::vector<std::string>* paths) {
-  for (int i = 0; i < descriptor.field_count(); ++i) {
-    const FieldDescriptor* const field = descriptor.field(i);
-    paths->push_back(prefix + field->name());
-    if (field->cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE) {
-      CollectPaths(*field->message_type(), absl::StrCat(prefix, field->name(), "."), paths);
-    }
-  }
+Edit ClearAndMerge(const std::string& what, const std::string& value) {
+  return {what, [value](Message* parent, const FieldDescriptor* field) {
+            Clear().apply(parent, field);
+            Merge("", value).apply(parent, field);
+          }};
 }
+
+std::string Quoted(const std::string& value) { return absl::StrCat("\"", absl::CEscape(value), "\""); }
 
 }  // namespace
 
@@ -71,32 +57,18 @@ Edit Times(int count) {
           }};
 }
 
-Edit Int(int64_t value) {
-  return {absl::StrCat(value), [value](Message* parent, const FieldDescriptor* field) { SetInteger(parent, field, value); }};
-}
-
+Edit Int(int64_t value) { return Merge(absl::StrCat(value), absl::StrCat(value)); }
 Edit Ints(const std::vector<int64_t>& values) {
-  return {absl::StrJoin(values, ", "), [values](Message* parent, const FieldDescriptor* field) {
-            parent->GetReflection()->ClearField(parent, field);
-            for (const int64_t value : values) SetInteger(parent, field, value);
-          }};
+  const std::string list = absl::StrJoin(values, ", ");
+  return ClearAndMerge(list, absl::StrCat("[", list, "]"));
 }
-
-Edit Real(double value) {
-  return {absl::StrCat(value),
-          [value](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->SetDouble(parent, field, value); }};
-}
-
+Edit Real(double value) { return Merge(absl::StrCat(value), absl::StrCat(value)); }
 Edit Text(const std::string& value) {
-  return {absl::StrCat(value.size(), " bytes: ", absl::CHexEscape(value.substr(0, 80))),
-          [value](Message* parent, const FieldDescriptor* field) { parent->GetReflection()->SetString(parent, field, value); }};
+  return Merge(absl::StrCat(value.size(), " bytes: ", absl::CHexEscape(value.substr(0, 80))), Quoted(value));
 }
-
 Edit Texts(const std::vector<std::string>& values) {
-  return {absl::StrJoin(values, ", "), [values](Message* parent, const FieldDescriptor* field) {
-            parent->GetReflection()->ClearField(parent, field);
-            for (const std::string& value : values) parent->GetReflection()->AddString(parent, field, value);
-          }};
+  const auto quote = [](std::string* out, const std::string& value) { out->append(Quoted(value)); };
+  return ClearAndMerge(absl::StrJoin(values, ", "), absl::StrCat("[", absl::StrJoin(values, ", ", quote), "]"));
 }
 
 void Apply(Message* message, const std::string& path, const Edit& edit) {
@@ -115,9 +87,14 @@ void Apply(Message* message, const std::string& path, const Edit& edit) {
   Apply(next, path.substr(dot + 1), edit);
 }
 
-std::vector<std::string> FieldPaths(const Descriptor& descriptor) {
+std::vector<std::string> FieldPaths(const google::protobuf::Descriptor& descriptor) {
   std::vector<std::string> paths;
-  CollectPaths(descriptor, "", &paths);
+  for (int i = 0; i < descriptor.field_count(); ++i) {
+    const FieldDescriptor* const field = descriptor.field(i);
+    paths.push_back(field->name());
+    if (field->cpp_type() != FieldDescriptor::CPPTYPE_MESSAGE) continue;
+    for (const std::string& path : FieldPaths(*field->message_type())) paths.push_back(absl::StrCat(field->name(), ".", path));
+  }
   return paths;
 }
 

@@ -8,15 +8,11 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace headwater::testing {
-
-struct RawReply {
-  grpc::Status status;
-  std::string answer;  // the last message that came
-};
 
 struct RawOptions {
   std::vector<std::string> authorization = {};  // values of that metadata
@@ -27,45 +23,78 @@ struct RawOptions {
   std::function<bool(const std::string&)> on_answer = [](const std::string&) { return true; };
 };
 
-// A call of any kind.
-inline RawReply CallRaw(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
-                        const std::vector<std::string>& messages, const RawOptions& options = {}) {
-  grpc::GenericStub stub(channel);
-  grpc::CompletionQueue queue;
-  grpc::ClientContext context;
-  for (const std::string& value : options.authorization) context.AddMetadata("authorization", value);
-  context.set_deadline(std::chrono::system_clock::now() + options.deadline);
-  const auto call = stub.PrepareCall(&context, method, &queue);
-  // One operation at a time.
-  const auto next = [&queue] {
+// A call of any kind that has begun; step by step.
+class RawCall {
+ public:
+  RawCall(const std::shared_ptr<grpc::Channel>& channel, const std::string& method, const RawOptions& options = {})
+      : stub_(channel) {
+    for (const std::string& value : options.authorization) context_.AddMetadata("authorization", value);
+    context_.set_deadline(std::chrono::system_clock::now() + options.deadline);
+    call_ = stub_.PrepareCall(&context_, method, &queue_);
+    call_->StartCall(nullptr);
+    Next();
+  }
+
+  grpc::ClientContext& context() { return context_; }
+  // False once the call has ended.
+  bool Write(const std::string& message) {
+    const grpc::Slice slice(message);
+    call_->Write(grpc::ByteBuffer(&slice, 1), nullptr);
+    return Next();
+  }
+  void WritesDone() {
+    call_->WritesDone(nullptr);
+    Next();
+  }
+  // The next message; nullopt at the end.
+  std::optional<std::string> Read() {
+    grpc::ByteBuffer buffer;
+    call_->Read(&buffer, nullptr);
+    std::vector<grpc::Slice> slices;
+    if (!Next() || !buffer.Dump(&slices).ok()) return std::nullopt;
+    std::string message;
+    for (const grpc::Slice& part : slices) message.append(reinterpret_cast<const char*>(part.begin()), part.size());
+    return message;
+  }
+  grpc::Status Finish() {
+    grpc::Status status;
+    call_->Finish(&status, nullptr);
+    Next();
+    return status;
+  }
+
+ private:
+  bool Next() {
     void* tag = nullptr;
     bool ok = false;
-    return queue.Next(&tag, &ok) && ok;
-  };
-  call->StartCall(nullptr);
-  bool open = next();
-  for (size_t i = 0; open && i < messages.size(); ++i) {
-    const grpc::Slice slice(messages[i]);
-    call->Write(grpc::ByteBuffer(&slice, 1), nullptr);
-    open = next();
+    return queue_.Next(&tag, &ok) && ok;
   }
-  if (options.cancel) context.TryCancel();
-  if (open && options.half_close) {
-    call->WritesDone(nullptr);
-    next();
-  }
+
+  grpc::GenericStub stub_;
+  grpc::CompletionQueue queue_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
+};
+
+struct RawReply {
+  grpc::Status status;
+  std::string answer;  // the last message that came
+};
+
+// A call from its messages to its end.
+inline RawReply CallRaw(const std::shared_ptr<grpc::Channel>& channel, const std::string& method,
+                        const std::vector<std::string>& messages, const RawOptions& options = {}) {
+  RawCall call(channel, method, options);
+  bool open = true;
+  for (size_t i = 0; open && i < messages.size(); ++i) open = call.Write(messages[i]);
+  if (options.cancel) call.context().TryCancel();
+  if (open && options.half_close) call.WritesDone();
   RawReply reply;
-  grpc::ByteBuffer buffer;
-  for (open = true; open;) {
-    call->Read(&buffer, nullptr);
-    open = next();
-    grpc::Slice bytes;
-    if (!open || !buffer.DumpToSingleSlice(&bytes).ok()) continue;
-    reply.answer.assign(reinterpret_cast<const char*>(bytes.begin()), bytes.size());
-    if (!options.on_answer(reply.answer)) context.TryCancel();
+  while (const auto answer = call.Read()) {
+    reply.answer = *answer;
+    if (!options.on_answer(reply.answer)) call.context().TryCancel();
   }
-  call->Finish(&reply.status, nullptr);
-  next();
+  reply.status = call.Finish();
   return reply;
 }
 

@@ -8,10 +8,9 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "headwater/kernels/error.h"
 #include "tests/kernels/cuda/cuda_problem.h"
-#include "tests/kernels/cuda/cuda_support.h"
 #include "tests/kernels/cuda/cuda_test_environment.h"
+#include "tests/kernels/support/checked_flow.h"
 
 namespace headwater::testing {
 namespace {
@@ -19,7 +18,6 @@ namespace {
 const bool kSkipsWithoutGpu = SkipTestsWithoutGpu();
 
 constexpr int64_t kRows = 4096;  // of one call: more than a micro-batch has whose product waits
-constexpr int64_t kMostWaiting = 8192;
 const ProblemShape kShape = {"", kRows, 512, 6000};
 
 const DeviceProblem& Problem() {
@@ -30,43 +28,30 @@ const DeviceProblem& Problem() {
 // Rows [first, first + count).
 using RowRanges = std::vector<std::pair<int64_t, int64_t>>;
 
-// An engine with the problem's head, whose rows and grad_hidden are in device memory.
-class Trainee {
+// Computes rows and their grad_hidden in device memory.
+class Trainee : public DeviceEngine {
  public:
   explicit Trainee(const EngineOptions& options = {})
-      : engine_(MakeCudaEngine(options)), grad_hidden_(BufferKind::kDevice, Problem().hidden.bytes()), head_(NewHead(kShape)) {
-    WriteWeight(*head_, Problem().weight);
+      : DeviceEngine(Problem(), options), grad_hidden_(BufferKind::kDevice, Problem().hidden.bytes()) {}
+
+  std::unique_ptr<EngineHead> NewHead(const ProblemShape& shape) { return MakeHeadOn(engine(), BFloat16Head(shape, true)); }
+
+  MicroBatch MakeRows(int64_t first, int64_t count) {
+    const int64_t start = first * kShape.width * 2;
+    const MicroBatch micro_batch = Make(Problem().hidden.as<char>() + start, MemorySpace::kDevice, grad_hidden_.as<char>() + start,
+                                        MemorySpace::kDevice, first, count);
+    term().loss_scale = 1.0 / 64;
+    return micro_batch;
   }
-
-  LossEngine& engine() { return *engine_; }
-  EngineHead& head() { return *head_; }
-  std::unique_ptr<EngineHead> NewHead(const ProblemShape& shape) { return MakeHeadOn(*engine_, BFloat16Head(shape, true)); }
-
-  absl::Status TryCompute(EngineHead& head, int64_t first, int64_t count, RowFlow* flow = nullptr) {
-    const int64_t row_bytes = kShape.width * 2;
-    LossTerm term = {
-        .head = &head,
-        .row_count = count,
-        .targets = absl::MakeConstSpan(Problem().targets).subspan(static_cast<size_t>(first), static_cast<size_t>(count)),
-        .loss_scale = 1.0 / 64};
-    const MicroBatch micro_batch = {.hidden = {Problem().hidden.as<uint8_t>() + first * row_bytes, count, kShape.width,
-                                               DataType::kBFloat16, MemorySpace::kDevice},
-                                    .terms = absl::MakeConstSpan(&term, 1),
-                                    .backward = true,
-                                    .grad_hidden = {grad_hidden_.as<uint8_t>() + first * row_bytes, count, kShape.width,
-                                                    DataType::kBFloat16, MemorySpace::kDevice},
-                                    .grad_weight = GradWeightMode::kAccumulate,
-                                    .flow = flow};
-    return engine_->Compute(micro_batch).status();
+  void ComputeFor(EngineHead& head, int64_t first, int64_t count) {
+    const MicroBatch micro_batch = MakeRows(first, count);
+    term().head = &head;
+    CheckStatus(engine().Compute(micro_batch).status(), "Compute");
   }
-  void Compute(int64_t first, int64_t count) { CheckStatus(TryCompute(*head_, first, count), "Compute"); }
-
-  std::vector<float> Gradient() { return ReadFloats(*head_, HeadTensor::kGradWeight); }
+  void Compute(int64_t first, int64_t count) { ComputeFor(head(), first, count); }
 
  private:
-  std::unique_ptr<LossEngine> engine_;
-  Buffer grad_hidden_;
-  std::unique_ptr<EngineHead> head_;
+  const Buffer grad_hidden_;
 };
 
 std::vector<float> GradientOf(const RowRanges& calls, bool zeroed_first = false, const EngineOptions& options = {}) {
@@ -79,7 +64,7 @@ std::vector<float> GradientOf(const RowRanges& calls, bool zeroed_first = false,
     CheckStatus(trainee.head().ZeroGradient(), "ZeroGradient");
   }
   for (const auto& [first, count] : calls) trainee.Compute(first, count);
-  return trainee.Gradient();
+  return trainee.ReadGradient();
 }
 
 // All rows in one call, whose product does not wait.
@@ -113,14 +98,6 @@ TEST(DeferredGradWeight, NeedsNoLargeWorkspace) {
   }
 }
 
-TEST(DeferredGradWeight, IsFlushedWhenTheNextRowsHaveNoRoom) {
-  const std::vector<float> once = GradientOf({{0, 1024}});
-  for (const int64_t calls : {kMostWaiting / 1024, kMostWaiting / 1024 + 1, 2 * kMostWaiting / 1024 + 3}) {
-    const RowRanges repeated(static_cast<size_t>(calls), {0, 1024});
-    EXPECT_LE(RelativeDifference(GradientOf(repeated), once, static_cast<double>(calls)), 1e-5) << calls << " calls";
-  }
-}
-
 // Rows wait before and after each of them.
 TEST(DeferredGradWeight, IsFlushedByCallsThatNeedItsPlace) {
   struct Event {
@@ -131,7 +108,7 @@ TEST(DeferredGradWeight, IsFlushedByCallsThatNeedItsPlace) {
       {"rows of another head wait",
        [](Trainee& trainee) {
          const auto other = trainee.NewHead(kShape);
-         CheckStatus(trainee.TryCompute(*other, 0, 1024), "Compute");
+         trainee.ComputeFor(*other, 0, 1024);
        }},
       {"a larger head comes",
        [](Trainee& trainee) {
@@ -140,7 +117,7 @@ TEST(DeferredGradWeight, IsFlushedByCallsThatNeedItsPlace) {
       {"all rows at once for another head",
        [](Trainee& trainee) {
          const auto other = trainee.NewHead(kShape);
-         CheckStatus(trainee.TryCompute(*other, 0, kRows), "Compute");
+         trainee.ComputeFor(*other, 0, kRows);
        }},
       {"statistics", [](Trainee& trainee) { CheckStatus(trainee.head().ComputeGradientStats().status(), "statistics"); }},
   };
@@ -150,36 +127,27 @@ TEST(DeferredGradWeight, IsFlushedByCallsThatNeedItsPlace) {
     event.happen(trainee);
     trainee.Compute(1024, 1024);
     trainee.Compute(2048, 2048);
-    EXPECT_LE(RelativeDifference(trainee.Gradient(), GradientOfOneCall()), 1e-5) << event.name;
+    EXPECT_LE(RelativeDifference(trainee.ReadGradient(), GradientOfOneCall()), 1e-5) << event.name;
   }
   // A call of the same head whose product does not wait comes after the rows that do.
   EXPECT_LE(RelativeDifference(GradientOf({{0, 1024}, {0, kRows}, {1024, 2048}, {3072, 1024}}), GradientOfOneCall(), 2), 1e-5);
 }
 
-// Ends a computation before its rows are there, or when all of them are.
-class EndingFlow final : public RowFlow {
- public:
-  explicit EndingFlow(bool at_await) : at_await_(at_await) {}
-  absl::Status AwaitRows(int64_t) override { return at_await_ ? End() : absl::OkStatus(); }
-  absl::Status Decide(const DigestBuilder*) override { return End(); }
-  void GradHiddenReady(int64_t) override {}
-
- private:
-  static absl::Status End() { return MakeError(ErrorReason::kCancelled, "no more is wanted"); }
-  const bool at_await_;
-};
-
 TEST(DeferredGradWeight, DropsEndedCalls) {
   for (const bool at_await : {false, true}) {
     Trainee trainee;
-    EndingFlow flow(at_await);
     for (const bool is_first : {true, false}) {
       if (!is_first) trainee.Compute(0, 1024);
-      EXPECT_FALSE(trainee.TryCompute(trainee.head(), 2048, 1024, &flow).ok());
+      MicroBatch micro_batch = trainee.MakeRows(2048, 1024);
+      CheckedFlow flow(micro_batch);
+      flow.FailAtAwait(at_await ? 1 : 0);
+      if (!at_await) flow.FailAtDecide();
+      micro_batch.flow = &flow;
+      EXPECT_FALSE(trainee.engine().Compute(micro_batch).ok());
     }
     trainee.Compute(1024, 1024);
     trainee.Compute(2048, 2048);
-    EXPECT_TRUE(trainee.Gradient() == GradientOfOneCall());
+    EXPECT_TRUE(trainee.ReadGradient() == GradientOfOneCall());
   }
 }
 

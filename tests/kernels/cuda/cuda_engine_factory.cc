@@ -1,6 +1,5 @@
 // The suite's engine: CudaEngine. HEADWATER_SUITE_PORTABLE_KERNELS: only the kernels that every supported GPU runs.
 #include "tests/kernels/cuda/cuda_test_environment.h"
-#include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/kernel_suite.h"
 
 namespace headwater::testing {
@@ -19,30 +18,28 @@ const bool kSkipsWithoutGpu = SkipTestsWithoutGpu();
 
 }  // namespace
 
-const EngineFactory& SuiteEngineFactory() {
-  static const EngineFactory factory = [](EngineOptions options) {
-    if (options.workspace_bytes == 0) options.workspace_bytes = kWorkspaceBytes;
-    options.portable_kernels = kPortableKernels;
-    options.timed_search = false;  // the suite compares engines bit by bit: all of them must run the same products
-    return CreateCudaEngine(options);
-  };
-  return factory;
+const SuiteEngine& Suite() {
+  static const SuiteEngine engine = {
+      .make =
+          [](EngineOptions options) {
+            if (options.workspace_bytes == 0) options.workspace_bytes = kWorkspaceBytes;
+            options.portable_kernels = kPortableKernels;
+            options.timed_search = false;  // the suite compares engines bit by bit: all of them must run the same products
+            return CreateCudaEngine(options);
+          },
+      // Still holds the workspace of the library that multiplies matrices.
+      .small_workspace_bytes = int64_t{80} << 20,
+      .large_workspace_bytes = kWorkspaceBytes,
+      // Several shards keep the finished product. A few rows fit into a slot that is meant for many; the suite has nothing in
+      // between.
+      .keeps_staged_rows = [](int64_t rows, int64_t hidden_size,
+                              int32_t shard_count) { return shard_count == 1 && rows <= hidden_size; },
+      // The exponential form rounds twice: as E, and as the hidden states multiplied by the factor 1 / (1 + S). The others do so in
+      // rows of which one column has most.
+      .grad_weight_factor = 1.42,
+      .accumulation_error = 1.5e-9,
+      .dither = {.has_smoothing = false, .rounds_entries = true, .most_divergence_shards = 64}};
+  return engine;
 }
-
-// The smaller one still holds the workspace of the library that multiplies matrices.
-SuiteWorkspaces SuiteWorkspaceSizes() { return {int64_t{80} << 20, kWorkspaceBytes}; }
-
-// Several shards keep the finished product. A few rows fit into a slot that is meant for many; the suite has nothing in between.
-bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t shard_count) {
-  return shard_count == 1 && rows <= hidden_size;
-}
-
-// The exponential form rounds twice: as E, and as the hidden states multiplied by the factor 1 / (1 + S). The others do so in rows
-// of which one column has most.
-double SuiteGradWeightFactor() { return 1.42 * kPlainFactor; }
-
-double SuiteAccumulationError() { return 1.5e-9; }
-
-SuiteDither SuiteDithering() { return {.has_smoothing = false, .rounds_entries = true, .most_divergence_shards = 64}; }
 
 }  // namespace headwater::testing

@@ -45,127 +45,28 @@ __global__ void WidenKernel(const uint16_t* in, double* out, int64_t count) {
   for (int64_t i = FirstIndex(); i < count; i += IndexStride()) out[i] = ToDouble(in[i]);
 }
 
-struct Add {
-  __device__ double operator()(double a, double b) const { return a + b; }
-};
-struct Larger {
-  __device__ double operator()(double a, double b) const { return a > b ? a : b; }
-};
-
-// The same value in every thread of the block, from one of each.
-template <class Operation>
-__device__ double BlockReduce(double value, Operation operation) {
+// The sum of f(j) over the columns j of a row, in every thread of the block.
+template <class Function>
+__device__ double SumOverColumns(int64_t columns, Function f) {
   __shared__ double partial[kThreads / 32];
-  for (int distance = 16; distance > 0; distance /= 2) value = operation(value, __shfl_xor_sync(0xffffffffu, value, distance));
+  double value = 0;
+  for (int64_t j = threadIdx.x; j < columns; j += kThreads) value += f(j);
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xffffffffu, value, distance);
   __syncthreads();  // the last call's values have been read
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
-  double result = partial[0];
-  for (int i = 1; i < kThreads / 32; ++i) result = operation(result, partial[i]);
-  return result;
-}
-
-// f(j) over the columns j of a row, combined.
-template <class Operation, class Function>
-__device__ double OverColumns(int64_t columns, double start, Operation operation, Function function) {
-  double value = start;
-  for (int64_t j = threadIdx.x; j < columns; j += kThreads) value = operation(value, function(j));
-  return BlockReduce(value, operation);
+  double sum = 0;
+  for (const double part : partial) sum += part;
+  return sum;
 }
 
 __global__ void __launch_bounds__(kThreads)
     SetLogitsKernel(const uint16_t* hidden, const int32_t* columns, const double* logits, int64_t width, uint16_t* weight) {
   const int64_t row = blockIdx.x;
   const uint16_t* x = hidden + row * width;
-  const double square = OverColumns(width, 0.0, Add(), [&](int64_t h) { return ToDouble(x[h]) * ToDouble(x[h]); });
+  const double square = SumOverColumns(width, [&](int64_t h) { return ToDouble(x[h]) * ToDouble(x[h]); });
   uint16_t* w = weight + columns[row] * width;
   for (int64_t h = threadIdx.x; h < width; h += kThreads) w[h] = ToBFloat16(logits[row] * ToDouble(x[h]) / square);
-}
-
-__global__ void __launch_bounds__(kThreads)
-    CrossEntropyKernel(double* logits, int64_t vocab, const int32_t* targets, double loss_scale, RowValues out) {
-  const int64_t row = blockIdx.x;
-  double* z = logits + row * vocab;
-  const int64_t target = targets[row];
-  const double target_logit = z[target];
-  const double largest = OverColumns(vocab, target_logit, Larger(), [&](int64_t j) { return z[j]; });
-  const double others = OverColumns(vocab, 0.0, Add(), [&](int64_t j) { return j == target ? 0.0 : exp(z[j] - largest); });
-  const double target_exponential = exp(target_logit - largest);
-  const double total = others + target_exponential;
-  const double lse = largest + log(total);
-  // Where the target leads, target_exponential is 1 and the sum of the others keeps all its digits.
-  const double loss = target_logit == largest ? log1p(others) : log(total) + (largest - target_logit);
-  const double entropy = OverColumns(vocab, 0.0, Add(), [&](int64_t j) {
-    return j == target ? target_exponential / total * loss : exp(z[j] - largest) / total * (lse - z[j]);
-  });
-  const double largest_other = OverColumns(vocab, 0.0, Larger(), [&](int64_t j) { return j == target ? 0.0 : fabs(z[j]); });
-  const double argmax = -OverColumns(vocab, -static_cast<double>(vocab), Larger(),
-                                     [&](int64_t j) { return -static_cast<double>(z[j] == largest ? j : vocab); });
-  if (threadIdx.x == 0) {
-    out.loss[row] = loss;
-    out.lse[row] = lse;
-    out.target_log_probability[row] = -loss;
-    out.entropy[row] = entropy;
-    out.argmax[row] = static_cast<int32_t>(argmax);
-    out.largest_other[row] = largest_other;
-  }
-  if (loss_scale == 0.0) return;
-  __syncthreads();  // every column is read as a logit before it becomes a gradient
-  for (int64_t j = threadIdx.x; j < vocab; j += kThreads) {
-    z[j] = loss_scale * (j == target ? -others / total : exp(z[j] - largest) / total);
-  }
-}
-
-// ln(e^a + e^b).
-__device__ double LogAddExp(double a, double b) { return (a > b ? a : b) + log1p(exp(-fabs(a - b))); }
-
-__device__ double RowLse(const double* z, int64_t vocab) {
-  const double largest = OverColumns(vocab, -INFINITY, Larger(), [&](int64_t j) { return z[j]; });
-  return largest + log(OverColumns(vocab, 0.0, Add(), [&](int64_t j) { return exp(z[j] - largest); }));
-}
-
-__global__ void __launch_bounds__(kThreads) DivergenceKernel(const double* student, const double* teacher, double* gradient,
-                                                             int64_t vocab, double beta, double loss_scale, RowValues out) {
-  const int64_t row = blockIdx.x;
-  const double* zq = student + row * vocab;
-  const double* zp = teacher + row * vocab;
-  const double lse_q = RowLse(zq, vocab);
-  const double lse_p = RowLse(zp, vocab);
-  // The logarithms ln q - ln m and ln p - ln m. By the definition of the two divergences at the ends, m is q for beta 0 and p for
-  // beta 1. The former is relative to its value where p is 0. Rows whose sides share no columns have gradients of its remainder
-  // alone. A constant times a sum of q that is not quite 1 would exceed them.
-  const double constant = beta == 0 || beta == 1 ? 0 : -log1p(-beta);
-  const auto log_ratios = [&](int64_t j, double* of_q, double* of_p) {
-    const double log_q = zq[j] - lse_q;
-    const double difference = zp[j] - lse_p - log_q;
-    *of_q = beta == 0 ? 0 : beta == 1 ? -difference : -LogAddExp(difference + log(beta) - log1p(-beta), 0.0);
-    *of_p = *of_q + constant + difference;
-    return exp(log_q);
-  };
-  const double weight_p = beta == 0 ? 1 : beta == 1 ? 0 : beta;
-  const double weight_q = beta == 0 ? 0 : beta == 1 ? 1 : 1 - beta;
-  const double mean_q = OverColumns(vocab, 0.0, Add(), [&](int64_t j) {
-    double of_q, of_p;
-    const double q = log_ratios(j, &of_q, &of_p);
-    return q * of_q;
-  });
-  const double divergence_p = OverColumns(vocab, 0.0, Add(), [&](int64_t j) {
-    double of_q, of_p;
-    log_ratios(j, &of_q, &of_p);
-    return exp(zp[j] - lse_p) * of_p;
-  });
-  const double largest = OverColumns(vocab, 0.0, Larger(), [&](int64_t j) { return fmax(fabs(zq[j]), fabs(zp[j])); });
-  if (threadIdx.x == 0) {
-    out.loss[row] = weight_p * divergence_p + weight_q * (mean_q + constant);
-    out.largest_other[row] = largest;
-  }
-  __syncthreads();  // the gradient may lie where the student's logits are
-  double* g = gradient + row * vocab;
-  for (int64_t j = threadIdx.x; j < vocab; j += kThreads) {
-    double of_q, of_p;
-    const double q = log_ratios(j, &of_q, &of_p);
-    g[j] = loss_scale * (beta == 0 ? q - exp(zp[j] - lse_p) : weight_q * q * (of_q - mean_q));
-  }
 }
 
 // A thread takes a column, a block a slice of the rows.
@@ -221,7 +122,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint16_t* z = logits + row * vocab;
   const int64_t target = targets[row];
   const float offset = static_cast<float>(ToDouble(z[target]));
-  const double sum = OverColumns(vocab, 0.0, Add(), [&](int64_t j) {
+  const double sum = SumOverColumns(vocab, [&](int64_t j) {
     const float e = j == target ? 0.0f : expf(static_cast<float>(ToDouble(z[j])) - offset);
     out[row * vocab + j] = __bfloat16_as_ushort(__float2bfloat16(e));
     return static_cast<double>(e);
@@ -238,13 +139,13 @@ __global__ void __launch_bounds__(kThreads)
   const uint16_t* zp = teacher + row * vocab;
   // Logits of a few nats: no maximum is needed.
   const auto exp_of = [](uint16_t z) { return expf(static_cast<float>(ToDouble(z))); };
-  const float sum_q = static_cast<float>(OverColumns(vocab, 0.0, Add(), [&](int64_t j) { return exp_of(zq[j]); }));
-  const float sum_p = static_cast<float>(OverColumns(vocab, 0.0, Add(), [&](int64_t j) { return exp_of(zp[j]); }));
+  const float sum_q = static_cast<float>(SumOverColumns(vocab, [&](int64_t j) { return exp_of(zq[j]); }));
+  const float sum_p = static_cast<float>(SumOverColumns(vocab, [&](int64_t j) { return exp_of(zp[j]); }));
   const auto log_ratio = [&](int64_t j, float* q) {
     *q = exp_of(zq[j]) / sum_q;
     return logf(*q / (0.5f * (*q + exp_of(zp[j]) / sum_p)));
   };
-  const float divergence = static_cast<float>(OverColumns(vocab, 0.0, Add(), [&](int64_t j) {
+  const float divergence = static_cast<float>(SumOverColumns(vocab, [&](int64_t j) {
     float q;
     const float r = log_ratio(j, &q);
     return static_cast<double>(q * r);
@@ -272,17 +173,6 @@ int SetLogits(const uint16_t* hidden, const int32_t* columns, const double* logi
 
 int Widen(const uint16_t* in, double* out, int64_t count) {
   WidenKernel<<<kFillBlocks, 256>>>(in, out, count);
-  return cudaGetLastError();
-}
-
-int CrossEntropyRows(double* logits, int64_t rows, int64_t vocab, const int32_t* targets, double loss_scale, const RowValues& out) {
-  CrossEntropyKernel<<<static_cast<unsigned>(rows), kThreads>>>(logits, vocab, targets, loss_scale, out);
-  return cudaGetLastError();
-}
-
-int DivergenceRows(const double* student, const double* teacher, double* gradient, int64_t rows, int64_t vocab, double beta,
-                   double loss_scale, const RowValues& out) {
-  DivergenceKernel<<<static_cast<unsigned>(rows), kThreads>>>(student, teacher, gradient, vocab, beta, loss_scale, out);
   return cudaGetLastError();
 }
 

@@ -1,5 +1,4 @@
-// The mathematics once more in fp64 on the GPU, as plainly as possible: for shapes whose reference takes a CPU minutes. And the
-// making of test data where it is needed.
+// Test data of real size, made on the GPU, and the errors of gradients there, in fp64.
 //
 // All matrices row-major without padding, in device memory; bf16 elements as uint16_t. Work goes to the default stream; each
 // function returns the cudaError_t of its launch. C++17, for nvcc.
@@ -17,25 +16,6 @@ int FillNormal(uint16_t* out, int64_t count, uint64_t seed, double deviation, co
 int SetLogits(const uint16_t* hidden, const int32_t* columns, const double* logits, int64_t rows, int64_t width, uint16_t* weight);
 // out[i] = in[i].
 int Widen(const uint16_t* in, double* out, int64_t count);
-
-// Per row, [rows] each.
-struct RowValues {
-  double* loss = nullptr;  // nats
-  double* lse = nullptr;   // cross entropy only, like the next three
-  double* target_log_probability = nullptr;
-  double* entropy = nullptr;
-  int32_t* argmax = nullptr;        // the smallest column among equals
-  double* largest_other = nullptr;  // largest |logit|; of the columns but the target's for the cross entropy
-};
-
-// Cross entropy of each row, and in place of the logits z [rows, vocab] the derivative of loss_scale * sum of losses by z. The
-// logits stay if loss_scale is 0. targets [rows], all valid.
-int CrossEntropyRows(double* logits, int64_t rows, int64_t vocab, const int32_t* targets, double loss_scale, const RowValues& out);
-
-// The generalized Jensen-Shannon divergence of each row (docs/math.md), beta in [0, 1], temperature 1. The derivative by the
-// student's logits goes to `gradient` [rows, vocab], which may be `student`.
-int DivergenceRows(const double* student, const double* teacher, double* gradient, int64_t rows, int64_t vocab, double beta,
-                   double loss_scale, const RowValues& out);
 
 // Adds the squares of actual - expected, and of expected, by row and by column. The sums must begin at 0.
 struct DifferenceSums {

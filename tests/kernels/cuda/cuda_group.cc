@@ -2,17 +2,15 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <condition_variable>
-#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <limits>
 #include <mutex>
-#include <stdexcept>
 #include <thread>
 #include <utility>
 
+#include "headwater/kernels/communicator.h"
 #include "headwater/kernels/device_group_id.h"
 #include "headwater/kernels/error.h"
 #include "tests/kernels/cuda/cuda_support.h"
@@ -44,21 +42,26 @@ std::string ReasonForNoGroup(int32_t world_size) {
   return "";
 }
 
-CudaGroup::CudaGroup(int32_t world_size, EngineOptions options, std::chrono::seconds patience) : patience_(patience) {
+std::vector<EngineOptions> OptionsOfRanks(const EngineOptions& options, bool shared_views) {
   const absl::StatusOr<std::string> id = MakeCudaGroupId();
   CheckStatus(id.status(), "MakeCudaGroupId");
-  for (auto& communicator : MakeInProcessCommunicators(world_size)) communicators_.push_back(std::move(communicator));
-  engines_.resize(static_cast<size_t>(world_size));
-  options.shard_count = world_size;
-  options.group.world_size = world_size;
-  options.group.device_group_id = *id;
-  options.group.shared_views = false;
-  Run([&](int32_t rank) {
-    EngineOptions own = options;
+  std::vector<EngineOptions> ranks;
+  for (auto& communicator : MakeInProcessCommunicators(options.shard_count)) {
+    const auto rank = static_cast<int32_t>(ranks.size());
+    EngineOptions& own = ranks.emplace_back(options);
     own.device_index = GpuOf(rank);
-    own.group.rank = rank;
-    own.group.communicator = communicators_[static_cast<size_t>(rank)];
-    absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(own);
+    own.group = {rank, options.shard_count, std::move(communicator), *id, shared_views};
+  }
+  return ranks;
+}
+
+CudaGroup::CudaGroup(int32_t world_size, EngineOptions options, std::chrono::seconds patience)
+    : patience_(patience), engines_(static_cast<size_t>(world_size)) {
+  options.shard_count = world_size;
+  const std::vector<EngineOptions> of_ranks = OptionsOfRanks(options, /*shared_views=*/false);
+  communicator_ = of_ranks.front().group.communicator;
+  Run([&](int32_t rank) {
+    absl::StatusOr<std::unique_ptr<LossEngine>> engine = CreateCudaEngine(of_ranks[static_cast<size_t>(rank)]);
     CheckStatus(engine.status(), "CreateCudaEngine");
     engines_[static_cast<size_t>(rank)] = *std::move(engine);
   });
@@ -71,45 +74,36 @@ CudaGroup::~CudaGroup() {
 void CudaGroup::Run(const std::function<void(int32_t rank)>& work) {
   std::mutex mutex;
   std::condition_variable changed;
-  std::vector<bool> done(communicators_.size());
-  std::exception_ptr failure;
+  size_t running = engines_.size();
+  absl::Status failure;
+  // No rank waits for another one any longer.
+  const auto fail = [&](const std::string& why) {
+    if (!failure.ok()) return;
+    failure = MakeError(ErrorReason::kEngineFailed, why);
+    communicator_->Abort(failure);
+  };
   std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < communicators_.size(); ++rank) {
+  for (int32_t rank = 0; rank < world_size(); ++rank) {
     threads.emplace_back([&, rank] {
-      std::exception_ptr caught;
+      std::string error;
       try {
-        CheckCuda(cudaSetDevice(GpuOf(static_cast<int32_t>(rank))), "cudaSetDevice");
-        work(static_cast<int32_t>(rank));
-      } catch (...) {
-        caught = std::current_exception();
-        // No rank waits for this one any longer.
-        communicators_[rank]->Abort(MakeError(ErrorReason::kEngineFailed, "rank " + std::to_string(rank) + " of the test failed"));
+        CheckCuda(cudaSetDevice(GpuOf(rank)), "cudaSetDevice");
+        work(rank);
+      } catch (const std::exception& exception) {
+        error = "rank " + std::to_string(rank) + " of the test: " + exception.what();
       }
       const std::lock_guard<std::mutex> lock(mutex);
-      if (failure == nullptr) failure = caught;
-      done[rank] = true;
+      if (!error.empty()) fail(error);
+      --running;
       changed.notify_all();
     });
   }
   {
     std::unique_lock<std::mutex> lock(mutex);
-    const auto all_done = [&] { return std::find(done.begin(), done.end(), false) == done.end(); };
-    if (!changed.wait_for(lock, patience_, all_done)) {
-      for (size_t rank = 0; rank < done.size(); ++rank) {
-        if (!done[rank])
-          std::fprintf(stderr, "rank %zu is still busy after %lld s\n", rank, static_cast<long long>(patience_.count()));
-      }
-      communicators_.front()->Abort(MakeError(ErrorReason::kEngineFailed, "the test's patience has ended"));
-      if (!changed.wait_for(lock, patience_, all_done)) {
-        std::fprintf(stderr, "and does not come back when its group is aborted\n");
-        std::fflush(stderr);
-        std::_Exit(1);
-      }
-      if (failure == nullptr) failure = std::make_exception_ptr(std::runtime_error("a rank was busy for too long"));
-    }
+    if (!changed.wait_for(lock, patience_, [&] { return running == 0; })) fail("a rank of the test was busy for too long");
   }
   for (std::thread& thread : threads) thread.join();
-  if (failure != nullptr) std::rethrow_exception(failure);
+  CheckStatus(failure, "CudaGroup::Run");
 }
 
 }  // namespace headwater::testing

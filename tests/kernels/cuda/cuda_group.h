@@ -22,11 +22,17 @@ bool RanksShareGpu();
 // Why so many GPUs cannot work together here, or an empty string: there are fewer, or no NCCL.
 std::string ReasonForNoGroup(int32_t world_size);
 
+// The options of each rank of a new group of options.shard_count. Rank r is on GPU r, unless ranks share one.
+std::vector<EngineOptions> OptionsOfRanks(const EngineOptions& options, bool shared_views);
+
+// As many ranks as one engine, which a server drives. Defined in tests/unit/group, beside the server's groups.
+std::unique_ptr<LossEngine> MakeCudaGroupEngine(const EngineOptions& options);
+
+// The ranks themselves, each driven by calls of its own.
 class CudaGroup {
  public:
-  // Rank r is on GPU r, unless ranks share one. `options`: of every rank; group, shard_count and device_index are set here.
-  // `patience`: how long a Run() may take; after that it is aborted, and if it does not end even then, the process is. Throws
-  // std::runtime_error if the group cannot be made.
+  // `options`: of every rank; group, shard_count and device_index are set here. `patience`: how long a Run() may take; after that
+  // it is aborted. Throws std::runtime_error if the group cannot be made.
   CudaGroup(int32_t world_size, EngineOptions options, std::chrono::seconds patience = std::chrono::seconds(30));
   // Destroys the engines, all at once.
   ~CudaGroup();
@@ -35,13 +41,13 @@ class CudaGroup {
 
   int32_t world_size() const { return static_cast<int32_t>(engines_.size()); }
   LossEngine& engine(int32_t rank) { return *engines_[static_cast<size_t>(rank)]; }
-  // Calls work(rank) for all ranks at the same time, each with its GPU current, and waits for all. The exception of the rank that
-  // failed first is thrown again.
+  // Calls work(rank) for all ranks at the same time, each with its GPU current, and waits for all. Throws std::runtime_error with
+  // the words of the rank that failed first.
   void Run(const std::function<void(int32_t rank)>& work);
 
  private:
   const std::chrono::seconds patience_;
-  std::vector<std::shared_ptr<Communicator>> communicators_;
+  std::shared_ptr<Communicator> communicator_;  // rank 0's
   std::vector<std::unique_ptr<LossEngine>> engines_;
 };
 

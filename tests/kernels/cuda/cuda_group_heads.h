@@ -41,33 +41,25 @@ class CudaGroupCaseTest : public ::testing::TestWithParam<GroupCase> {
     options.shard_weights = GetParam().weights;
     return std::make_unique<CudaGroup>(ranks(), std::move(options));
   }
-  // A group whose last rank fails in a phase of its work while `fails_` is set.
-  std::unique_ptr<CudaGroup> MakeFailing(ShardPhase phase) const {
+  // The options of a group whose last rank fails in a phase of its work while `fails_` is set.
+  EngineOptions FailingOptions(ShardPhase phase) const {
     EngineOptions options = PlainOptions();
     options.shard_probe = [this, phase](ShardPhase of, int32_t rank) {
       return fails_ && of == phase && rank == ranks() - 1 ? absl::InternalError("struck down") : absl::OkStatus();
     };
-    return Make(std::move(options));
+    return options;
   }
   bool fails_ = false;
 };
 
-// A problem's heads on all ranks of a group.
+// A problem's heads on the ranks of a group.
 class GroupHeads {
  public:
   GroupHeads(CudaGroup& group, const std::vector<TestHead>& heads);
-
-  std::vector<EngineHead*> On(int32_t rank) const;
-  // A tensor of a head, each rank's part of it in its place.
-  std::vector<float> Read(int head, HeadTensor tensor) const;
-  // Computes on all ranks. The outcome is rank 0's, with the accumulators of all.
-  Outcome Compute(const Problem& problem, const ComputeOptions& options = {},
-                  std::vector<std::unique_ptr<StagedContribution>>* staged = nullptr);
-  void ZeroGradients();
+  std::vector<EngineHead*> On(int32_t rank) const { return ranks_[static_cast<size_t>(rank)]->pointers(); }
 
  private:
-  CudaGroup& group_;
-  std::vector<std::vector<std::unique_ptr<EngineHead>>> heads_;  // by rank
+  std::vector<std::unique_ptr<LoadedHeads>> ranks_;
 };
 
 }  // namespace headwater::testing

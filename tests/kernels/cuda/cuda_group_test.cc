@@ -1,12 +1,11 @@
 // CudaEngine as the ranks of a group, one GPU each: the results of a single engine, for every option, however rows and shards are
-// cut. Repetitions have the same bits. Failures of a rank end the group as specified. Skipped where there are fewer GPUs than
-// ranks, unless they share one (cuda_group.h).
+// cut. Repetitions have the same bits. Failures of a rank end the group as specified. Calls are those of the engine that a server
+// drives. Skipped where there are fewer GPUs than ranks, unless they share one (cuda_group.h).
 #include "tests/kernels/cuda/cuda_group.h"
 
 #include <chrono>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -22,6 +21,7 @@
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/kernel_suite.h"
 #include "tests/kernels/support/problem.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
@@ -30,10 +30,6 @@ const bool kSkipsWithoutGpu = SkipTestsWithoutGpu();
 
 // Far longer than anything here takes, and far shorter than a hang.
 constexpr auto kSoon = std::chrono::seconds(30);
-
-Outcome RunOnGroup(CudaGroup& group, const Problem& problem, const ComputeOptions& options = {}) {
-  return GroupHeads(group, problem.heads).Compute(problem, options);
-}
 
 std::vector<ProblemOptions> DivergenceCases() {
   std::vector<ProblemOptions> cases;
@@ -96,40 +92,43 @@ std::vector<ProblemOptions> ExponentialCases() {
   return cases;
 }
 
-class CudaGroupTest : public CudaGroupCaseTest {};
+class CudaGroupTest : public CudaGroupCaseTest {
+ protected:
+  std::unique_ptr<LossEngine> Make(EngineOptions options = PlainOptions()) const {
+    options.shard_count = ranks();
+    options.shard_weights = GetParam().weights;
+    return MakeCudaGroupEngine(options);
+  }
+};
 
 // Without token outputs, which exponentials do not have (nor has a divergence any but the cross entropy's), and no gradient either.
 constexpr ComputeOptions kPlain = {.token_outputs = false};
 constexpr ComputeOptions kForward = {
     .backward = false, .grad_hidden = false, .token_outputs = false, .grad_weight = GradWeightMode::kNone};
 
-void ExpectMatches(CudaGroup& group, const ProblemOptions& options, const ComputeOptions& compute = {}) {
+void ExpectMatches(LossEngine& group, const ProblemOptions& options, const ComputeOptions& compute = {}) {
   SCOPED_TRACE(options.name + ", " + DataTypeName(options.head_type));
   const Problem problem = MakeProblem(options);
-  Outcome outcome = RunOnGroup(group, problem, compute);
-  if (compute.grad_weight == GradWeightMode::kNone) {
-    for (const Gradient& gradient : outcome.gradients) ExpectGradientZero(gradient);
-    outcome.gradients.clear();
-  }
-  ExpectOutcomeMatches(problem, ComputeExpected(problem), outcome);
+  LoadedHeads heads(group, problem.heads);
+  ExpectHeadsMatch(heads, problem, ComputeExpected(problem), compute);
 }
 
 TEST_P(CudaGroupTest, EveryCrossEntropyMatchesTheReference) {
-  const std::unique_ptr<CudaGroup> group = Make();
+  const std::unique_ptr<LossEngine> group = Make();
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
     for (const ProblemOptions& options : CrossEntropyOptionCases()) ExpectMatches(*group, WithType(options, type));
   }
 }
 
 TEST_P(CudaGroupTest, EveryDivergenceMatchesTheReference) {
-  const std::unique_ptr<CudaGroup> group = Make();
+  const std::unique_ptr<LossEngine> group = Make();
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
     for (const ProblemOptions& options : DivergenceCases()) ExpectMatches(*group, WithType(options, type));
   }
 }
 
 TEST_P(CudaGroupTest, DivergencesWithoutTokenOutputsMatchTheReference) {
-  const std::unique_ptr<CudaGroup> group = Make();
+  const std::unique_ptr<LossEngine> group = Make();
   for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
     for (const ProblemOptions& options : ShardPassCases()) {
       ExpectMatches(*group, WithType(options, type), kPlain);
@@ -141,7 +140,7 @@ TEST_P(CudaGroupTest, DivergencesWithoutTokenOutputsMatchTheReference) {
 // Student and teacher are cut at other columns then, and the ranks exchange the teacher's logits. The vocabularies have a few
 // columns more or less, nothing in common with the student's on most ranks, and fewer classes than ranks.
 TEST_P(CudaGroupTest, DivergencesBetweenOtherVocabulariesMatchTheReference) {
-  const std::unique_ptr<CudaGroup> group = Make();
+  const std::unique_ptr<LossEngine> group = Make();
   for (const int64_t teacher_vocab_size : {90, 104, 333, 3}) {
     SCOPED_TRACE("the teacher's vocabulary has " + std::to_string(teacher_vocab_size));
     for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
@@ -160,7 +159,7 @@ TEST_P(CudaGroupTest, DivergencesBetweenOtherVocabulariesMatchTheReference) {
 }
 
 TEST_P(CudaGroupTest, ExponentialsMatchTheReference) {
-  const std::unique_ptr<CudaGroup> group = Make();
+  const std::unique_ptr<LossEngine> group = Make();
   for (const ProblemOptions& options : ExponentialCases()) {
     ExpectMatches(*group, options, kPlain);
     ProblemOptions without_factors = options;  // those are the gradient's
@@ -185,7 +184,7 @@ TEST_P(CudaGroupTest, HowRowsAreCutDoesNotMatter) {
   for (const int64_t token_chunk_rows : {1, 17, 1000}) {
     EngineOptions engine_options = PlainOptions();
     engine_options.token_chunk_rows = token_chunk_rows;
-    const std::unique_ptr<CudaGroup> group = Make(engine_options);
+    const std::unique_ptr<LossEngine> group = Make(engine_options);
     ProblemOptions options = CrossEntropyOptionCases().back();
     options.rows = 41;
     options.vocab_size = 211;
@@ -200,7 +199,7 @@ TEST_P(CudaGroupTest, HowRowsAreCutDoesNotMatter) {
 
 // Ranks without a single row of the vocabulary, and rows that none has a target for.
 TEST_P(CudaGroupTest, FewerClassesThanRanks) {
-  const std::unique_ptr<CudaGroup> group = Make();
+  const std::unique_ptr<LossEngine> group = Make();
   for (const int64_t rows : {6, 400}) {
     for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
       ProblemOptions options = {.name = "One class", .rows = rows, .vocab_size = 1};
@@ -214,13 +213,13 @@ TEST_P(CudaGroupTest, FewerClassesThanRanks) {
 }
 
 // A problem of many rows on the group, against one GPU, which other tests compare with fp64.
-void ExpectAgreesWithOneGpu(CudaGroup& group, bool jsd, int64_t rows, int64_t vocab_size, int64_t teacher_vocab_size = 0) {
+void ExpectAgreesWithOneGpu(LossEngine& group, bool jsd, int64_t rows, int64_t vocab_size, int64_t teacher_vocab_size = 0) {
   SCOPED_TRACE(std::string(jsd ? "divergence, " : "cross entropy, ") + std::to_string(rows) + " x " + std::to_string(vocab_size) +
                ", " + std::to_string(teacher_vocab_size));
   const ProblemOptions options = {
       .rows = rows, .vocab_size = vocab_size, .hidden_size = 72, .jsd = jsd, .teacher_vocab_size = teacher_vocab_size};
   const Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
-  const Outcome together = RunOnGroup(group, problem, kPlain);
+  const Outcome together = LoadedHeads(group, problem.heads).Compute(problem, kPlain);
   const Outcome alone = RunOnce(problem, PlainOptions(), kPlain);
   const double loss = alone.terms[0].sums.loss_sum;
   EXPECT_NEAR(together.terms[0].sums.loss_sum, loss, 1e-5 * std::abs(loss));
@@ -232,7 +231,7 @@ void ExpectAgreesWithOneGpu(CudaGroup& group, bool jsd, int64_t rows, int64_t vo
 // Rows come and leave in slices beside the products. There are few columns, so many that their gradient is two products, and more
 // rows at once than one GPU takes.
 TEST_P(CudaGroupTest, ManyRowsAgreeWithOneGpu) {
-  const std::unique_ptr<CudaGroup> group = Make();
+  const std::unique_ptr<LossEngine> group = Make();
   for (const bool jsd : {false, true}) {
     ExpectAgreesWithOneGpu(*group, jsd, 4500, 3001);
     ExpectAgreesWithOneGpu(*group, jsd, 4500, 2500 * int64_t{ranks()} + 1);
@@ -246,7 +245,7 @@ TEST_P(CudaGroupTest, SlicesOfLogitsAgreeWithOneGpu) {
   EngineOptions engine_options = PlainOptions();
   const int64_t mebibytes = ranks() == 2 ? 46 : ranks() == 3 ? 36 : 28;
   engine_options.workspace_bytes = (64 + mebibytes) << 20;
-  const std::unique_ptr<CudaGroup> group = Make(engine_options);
+  const std::unique_ptr<LossEngine> group = Make(engine_options);
   ExpectAgreesWithOneGpu(*group, /*jsd=*/true, 4500, 3001);
   ExpectAgreesWithOneGpu(*group, /*jsd=*/true, 4500, 3001, 2950);
 }
@@ -259,11 +258,11 @@ TEST_P(CudaGroupTest, RepeatsBitwise) {
     engine_options.deterministic = deterministic;
     std::vector<Outcome> first;
     for (int made = 0; made < 2; ++made) {
-      const std::unique_ptr<CudaGroup> group = Make(engine_options);
+      const std::unique_ptr<LossEngine> group = Make(engine_options);
       for (size_t i = 0; i < cases.size(); ++i) {
         SCOPED_TRACE(cases[i].name + (deterministic ? ", deterministic" : ""));
         const Problem problem = MakeProblem(WithType(cases[i], DataType::kBFloat16));
-        GroupHeads heads(*group, problem.heads);
+        LoadedHeads heads(*group, problem.heads);
         ComputeOptions compute;
         compute.token_outputs = problem.rows < 256;  // exponentials have none of them, nor have a rank's own passes
         const Outcome outcome = heads.Compute(problem, compute);
@@ -280,27 +279,18 @@ TEST_P(CudaGroupTest, RepeatsBitwise) {
 }
 
 TEST_P(CudaGroupTest, CommitsStagedContributions) {
-  const std::unique_ptr<CudaGroup> group = Make();
+  const std::unique_ptr<LossEngine> group = Make();
   for (const DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
     const Problem problem = MakeProblem(WithType({.bias = true, .staging_slots = 1}, type));
-    GroupHeads heads(*group, problem.heads);
-    const Outcome direct = heads.Compute(problem);
+    LoadedHeads heads(*group, problem.heads);
+    const std::vector<float> direct = heads.Compute(problem).gradients[0].weight;
     heads.ZeroGradients();
-    const ComputeOptions stage = {.grad_weight = GradWeightMode::kStage};
-    std::vector<std::unique_ptr<StagedContribution>> staged;
-    const Outcome before = heads.Compute(problem, stage, &staged);
-    for (const float value : before.gradients[0].weight) ASSERT_EQ(value, 0);
-    // The only slot is taken on every rank.
-    group->Run([&](int32_t rank) {
-      const PreparedMicroBatch prepared(problem, heads.On(rank), stage);
-      const auto refused = group->engine(rank).Compute(prepared.micro_batch);
-      EXPECT_TRUE(HasReason(refused.status(), ErrorReason::kStagingFull)) << refused.status();
-    });
-    group->Run([&](int32_t rank) { CheckStatus(staged[static_cast<size_t>(rank)]->Commit(1), "Commit"); });
-    const std::vector<float> committed = heads.Read(0, HeadTensor::kGradWeight);
-    for (size_t i = 0; i < committed.size(); ++i) {
-      ASSERT_NEAR(committed[i], direct.gradients[0].weight[i], 1e-5 * (1 + std::abs(direct.gradients[0].weight[i])));
-    }
+    const std::unique_ptr<StagedContribution> staged = heads.Stage(problem);
+    ExpectGradientZero(heads.ReadGradient(0));
+    EXPECT_REASON(heads.TryCompute(problem, {.grad_weight = GradWeightMode::kStage}), kStagingFull);
+    EXPECT_OK(staged->Commit(1));
+    const std::vector<float> committed = heads.ReadGradient(0).weight;
+    for (size_t i = 0; i < committed.size(); ++i) ASSERT_NEAR(committed[i], direct[i], 1e-5 * (1 + std::abs(direct[i])));
   }
 }
 
@@ -314,127 +304,99 @@ TEST_P(CudaGroupTest, AllRanksShareTheRefusalOfOne) {
   LoadedHeads alone(problem.heads, PlainOptions());
   const absl::Status expected = alone.TryCompute(problem, stage).status();
   ASSERT_TRUE(HasReason(expected, ErrorReason::kNonFiniteValues)) << expected;
-  const std::unique_ptr<CudaGroup> group = Make();
-  GroupHeads heads(*group, problem.heads);
-  group->Run([&](int32_t rank) {
-    const PreparedMicroBatch prepared(problem, heads.On(rank), stage);
-    const absl::Status status = group->engine(rank).Compute(prepared.micro_batch).status();
-    EXPECT_TRUE(HasReason(status, ErrorReason::kNonFiniteValues)) << status;
-    EXPECT_EQ(status.message(), expected.message());
-    EXPECT_EQ(heads.On(rank)[0]->FreeStagingSlots(), 1);
-  });
-  std::vector<std::unique_ptr<StagedContribution>> staged;
-  heads.Compute(clean, stage, &staged);
-  for (const auto& contribution : staged) EXPECT_NE(contribution, nullptr);
+  const std::unique_ptr<LossEngine> group = Make();
+  LoadedHeads heads(*group, problem.heads);
+  const absl::Status status = heads.TryCompute(problem, stage).status();
+  EXPECT_REASON(status, kNonFiniteValues);
+  EXPECT_EQ(status.message(), expected.message());
+  EXPECT_EQ(heads.head(0).FreeStagingSlots(), 1);
+  // The ranks' slots are free, too.
+  EXPECT_NE(heads.Stage(clean, stage), nullptr);
 }
 
 // Weights and optimizer state stay with their rows.
 TEST_P(CudaGroupTest, UpdatesLikeOneGpu) {
   Problem problem = MakeProblem({.bias = true});
   problem.heads[0].spec.optimizer = AdamWSpec();
-  const OptimizerStep step = {.learning_rate = 0.1, .settings = AdamWSpec()};
-  const std::unique_ptr<CudaGroup> group = Make();
-  GroupHeads heads(*group, problem.heads);
-  LoadedHeads alone(problem.heads, PlainOptions());
+  const std::unique_ptr<LossEngine> group = Make();
+  LoadedHeads heads(*group, problem.heads), alone(problem.heads, PlainOptions());
   // The same accumulator on both sides: AdamW's work is exact then.
-  std::vector<float> gradient(static_cast<size_t>(alone.head(0).ElementCount(HeadTensor::kGradWeight)));
+  std::vector<float> gradient(problem.heads[0].weight.size());
   for (size_t i = 0; i < gradient.size(); ++i) gradient[i] = static_cast<float>(std::sin(static_cast<double>(i)));
-  const int64_t count = static_cast<int64_t>(gradient.size());
-  double norm = 0;
-  std::vector<GradientStats> stats(static_cast<size_t>(group->world_size()));
-  group->Run([&](int32_t rank) {
-    EngineHead& head = *heads.On(rank)[0];
-    CheckStatus(head.AddToGradient(HeadTensor::kGradWeight, 0, count, 1, gradient.data()), "AddToGradient");
-    const absl::StatusOr<GradientStats> own = head.ComputeGradientStats();
-    CheckStatus(own.status(), "ComputeGradientStats");
-    stats[static_cast<size_t>(rank)] = *own;
-    CheckStatus(head.ApplyOptimizer(step), "ApplyOptimizer");
-  });
-  for (const GradientStats& own : stats) norm += own.norm_squared;
-  CheckStatus(alone.head(0).AddToGradient(HeadTensor::kGradWeight, 0, count, 1, gradient.data()), "AddToGradient");
-  EXPECT_NEAR(norm, alone.head(0).ComputeGradientStats()->norm_squared, 1e-9 * norm);
-  CheckStatus(alone.head(0).ApplyOptimizer(step), "ApplyOptimizer");
+  std::vector<double> norms;
+  for (LoadedHeads* each : {&heads, &alone}) {
+    EngineHead& head = each->head(0);
+    EXPECT_OK(head.AddToGradient(HeadTensor::kGradWeight, 0, static_cast<int64_t>(gradient.size()), 1, gradient.data()));
+    ASSERT_OK_AND_ASSIGN(const GradientStats stats, head.ComputeGradientStats());
+    norms.push_back(stats.norm_squared);
+    EXPECT_OK(head.ApplyOptimizer({.learning_rate = 0.1, .settings = AdamWSpec()}));
+  }
+  EXPECT_NEAR(norms[0], norms[1], 1e-9 * norms[1]);
   for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kMoment1Weight, HeadTensor::kMoment2Weight}) {
-    std::vector<float> expected(gradient.size());
-    CheckStatus(alone.head(0).ReadTensor(tensor, 0, count, expected.data()), "ReadTensor");
-    EXPECT_EQ(std::memcmp(heads.Read(0, tensor).data(), expected.data(), expected.size() * sizeof(float)), 0);
+    EXPECT_EQ(ReadTensorValues(heads.head(0), tensor), ReadTensorValues(alone.head(0), tensor)) << HeadTensorName(tensor);
   }
 }
 
 TEST_P(CudaGroupTest, EndedFlowAddsNothingAndTheGroupContinues) {
-  const std::unique_ptr<CudaGroup> group = Make();
-  const ProblemOptions options = {.rows = 4500, .vocab_size = 301};
-  const Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
-  GroupHeads heads(*group, problem.heads);
-  // All ranks' flows answer alike.
+  const std::unique_ptr<LossEngine> group = Make();
+  const Problem problem = MakeProblem(WithType({.rows = 4500, .vocab_size = 301}, DataType::kBFloat16));
+  LoadedHeads heads(*group, problem.heads);
   const auto with_flow = [&](int failing_await, bool fails_decide) {
-    group->Run([&](int32_t rank) {
-      PreparedMicroBatch prepared(problem, heads.On(rank), kPlain);
-      CheckedFlow flow(prepared.micro_batch);
-      flow.FailAtAwait(failing_await);
-      if (fails_decide) flow.FailAtDecide();
-      prepared.micro_batch.flow = &flow;
-      const absl::Status status = group->engine(rank).Compute(prepared.micro_batch).status();
-      EXPECT_EQ(absl::IsCancelled(status), failing_await > 0) << status;
-      EXPECT_EQ(absl::IsAborted(status), fails_decide) << status;
-      if (failing_await > 0 || fails_decide) return;
-      EXPECT_TRUE(status.ok()) << status;
-      EXPECT_EQ(flow.decided(), 1);
-      EXPECT_EQ(flow.ready(), rank == 0 ? options.rows : 0);
-    });
+    PreparedMicroBatch prepared(problem, heads.pointers(), kPlain);
+    CheckedFlow flow(prepared.micro_batch);
+    flow.FailAtAwait(failing_await);
+    if (fails_decide) flow.FailAtDecide();
+    prepared.micro_batch.flow = &flow;
+    const absl::Status status = group->Compute(prepared.micro_batch).status();
+    EXPECT_EQ(absl::IsCancelled(status), failing_await > 0) << status;
+    EXPECT_EQ(absl::IsAborted(status), fails_decide) << status;
+    if (failing_await > 0 || fails_decide) return;
+    EXPECT_OK(status);
+    flow.ExpectComplete();
   };
   with_flow(1, false);
   with_flow(2, false);
   with_flow(0, true);
-  for (const float value : heads.Read(0, HeadTensor::kGradWeight)) ASSERT_EQ(value, 0);
+  ExpectGradientZero(heads.ReadGradient(0));
   with_flow(0, false);
-  const std::vector<float> flowed = heads.Read(0, HeadTensor::kGradWeight);
+  const Gradient flowed = heads.ReadGradient(0);
   heads.ZeroGradients();
-  const Outcome whole = heads.Compute(problem, kPlain);
-  EXPECT_EQ(std::memcmp(flowed.data(), whole.gradients[0].weight.data(), flowed.size() * sizeof(float)), 0);
+  EXPECT_TRUE(heads.Compute(problem, kPlain).gradients[0] == flowed);
 }
 
 TEST_P(CudaGroupTest, UnreadyRankChangesNothing) {
   const Problem problem = MakeProblem(ProblemOptions());
-  const std::unique_ptr<CudaGroup> group = MakeFailing(ShardPhase::kPrepare);
-  GroupHeads heads(*group, problem.heads);
+  const std::unique_ptr<LossEngine> group = Make(FailingOptions(ShardPhase::kPrepare));
+  LoadedHeads heads(*group, problem.heads);
   fails_ = true;
-  group->Run([&](int32_t rank) {
-    const PreparedMicroBatch prepared(problem, heads.On(rank), {});
-    const absl::Status status = group->engine(rank).Compute(prepared.micro_batch).status();
-    EXPECT_TRUE(HasReason(status, ErrorReason::kShardNotReady)) << status;
-    EXPECT_EQ(GetErrorMetadata(status).at("shard"), std::to_string(ranks() - 1));
-    EXPECT_TRUE(HasReason(heads.On(rank)[0]->ZeroGradient(), ErrorReason::kShardNotReady));
-    EXPECT_TRUE(group->engine(rank).health().ok());
-  });
+  const absl::Status status = heads.TryCompute(problem, {}).status();
+  EXPECT_REASON(status, kShardNotReady);
+  EXPECT_EQ(GetErrorMetadata(status)["shard"], std::to_string(ranks() - 1));
+  EXPECT_REASON(heads.head(0).ZeroGradient(), kShardNotReady);
+  EXPECT_OK(group->health());
   fails_ = false;
-  ExpectOutcomeMatches(problem, ComputeExpected(problem), heads.Compute(problem));
+  ExpectHeadsMatch(heads, problem, ComputeExpected(problem));
 }
 
 // A rank that fails while the others are in the middle of it: they must not wait for it on the device.
 TEST_P(CudaGroupTest, FailedRankBreaksTheGroupSoon) {
   const Problem problem = MakeProblem(ProblemOptions());
-  const std::unique_ptr<CudaGroup> group = MakeFailing(ShardPhase::kAct);
+  const std::unique_ptr<LossEngine> group = Make(FailingOptions(ShardPhase::kAct));
   {
-    GroupHeads heads(*group, problem.heads);
+    LoadedHeads heads(*group, problem.heads);
     heads.Compute(problem);
     fails_ = true;
     const auto start = std::chrono::steady_clock::now();
-    group->Run([&](int32_t rank) {
-      const PreparedMicroBatch prepared(problem, heads.On(rank), {});
-      const absl::Status status = group->engine(rank).Compute(prepared.micro_batch).status();
-      EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
-    });
+    EXPECT_REASON(heads.TryCompute(problem, {}), kEngineFailed);
     EXPECT_LT(std::chrono::steady_clock::now() - start, kSoon);
     fails_ = false;
-    group->Run([&](int32_t rank) {
-      EXPECT_TRUE(HasReason(group->engine(rank).health(), ErrorReason::kEngineFailed));
-      EXPECT_TRUE(HasReason(heads.On(rank)[0]->ZeroGradient(), ErrorReason::kEngineFailed));
-    });
+    EXPECT_REASON(group->health(), kEngineFailed);
+    EXPECT_REASON(heads.head(0).ZeroGradient(), kEngineFailed);
   }
   // New engines on the same GPUs, while the broken ones are still there.
-  const std::unique_ptr<CudaGroup> next = Make();
-  ExpectOutcomeMatches(problem, ComputeExpected(problem), RunOnGroup(*next, problem));
+  const std::unique_ptr<LossEngine> next = Make();
+  LoadedHeads heads(*next, problem.heads);
+  ExpectHeadsMatch(heads, problem, ComputeExpected(problem));
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, CudaGroupTest, ::testing::ValuesIn(GroupCases()), [](const auto& test) { return test.param.name; });
@@ -460,35 +422,31 @@ TEST(CudaGroupMemory, HeadTooLargeForOneGpuRunsOnTwo) {
     const absl::Status refused = alone->CreateHead(spec).status();
     EXPECT_TRUE(HasReason(refused, ErrorReason::kMemoryBudgetExceeded)) << refused;
   }
-  CudaGroup group(2, options);
+  options.shard_count = 2;
+  const std::unique_ptr<LossEngine> group = MakeCudaGroupEngine(options);
+  const std::unique_ptr<EngineHead> head = MakeHeadOn(*group, spec);
   const int64_t rows = 64;
-  std::vector<uint16_t> hidden(static_cast<size_t>(rows * spec.hidden_size), 0x3f80);
+  const std::vector<uint16_t> hidden(static_cast<size_t>(rows * spec.hidden_size), 0x3f80);
   const std::vector<int32_t> targets(static_cast<size_t>(rows), 200000);
-  group.Run([&](int32_t rank) {
-    const std::unique_ptr<EngineHead> head = MakeHeadOn(group.engine(rank), spec);
-    LossTerm term = {.head = head.get(), .row_count = rows, .targets = targets, .loss_scale = 1};
-    std::vector<uint16_t> gradient(hidden.size());
-    const MicroBatch micro_batch = {.hidden = {hidden.data(), rows, spec.hidden_size, DataType::kBFloat16},
-                                    .terms = absl::MakeConstSpan(&term, 1),
-                                    .backward = true,
-                                    .grad_hidden = {gradient.data(), rows, spec.hidden_size, DataType::kBFloat16},
-                                    .grad_weight = GradWeightMode::kAccumulate};
-    const absl::StatusOr<MicroBatchResult> result = group.engine(rank).Compute(micro_batch);
-    CheckStatus(result.status(), "Compute");
-    // Weights of 0: every class is as likely.
-    EXPECT_NEAR(result->terms[0].loss_sum, static_cast<double>(rows) * std::log(256000.0), 1e-3);
-    CheckStatus(head->ApplyOptimizer(OptimizerStep{.learning_rate = 1e-3, .settings = AdamWSpec()}), "ApplyOptimizer");
-  });
+  const LossTerm term = {.head = head.get(), .row_count = rows, .targets = targets, .loss_scale = 1};
+  std::vector<uint16_t> gradient(hidden.size());
+  const MicroBatch micro_batch = {.hidden = {hidden.data(), rows, spec.hidden_size, DataType::kBFloat16},
+                                  .terms = absl::MakeConstSpan(&term, 1),
+                                  .backward = true,
+                                  .grad_hidden = {gradient.data(), rows, spec.hidden_size, DataType::kBFloat16},
+                                  .grad_weight = GradWeightMode::kAccumulate};
+  ASSERT_OK_AND_ASSIGN(const MicroBatchResult result, group->Compute(micro_batch));
+  // Weights of 0: every class is as likely.
+  EXPECT_NEAR(result.terms[0].loss_sum, static_cast<double>(rows) * std::log(256000.0), 1e-3);
+  EXPECT_OK(head->ApplyOptimizer({.learning_rate = 1e-3, .settings = AdamWSpec()}));
 }
 
 }  // namespace
 
 // The support's own: engines that stand beside a group.
-const EngineFactory& SuiteEngineFactory() {
-  static const EngineFactory factory = [](const EngineOptions& options) { return CreateCudaEngine(options); };
-  return factory;
+const SuiteEngine& Suite() {
+  static const SuiteEngine engine = {.make = CreateCudaEngine, .grad_weight_factor = 1.42, .accumulation_error = 1.5e-9};
+  return engine;
 }
-double SuiteGradWeightFactor() { return 1.42 * kPlainFactor; }
-double SuiteAccumulationError() { return 1.5e-9; }
 
 }  // namespace headwater::testing

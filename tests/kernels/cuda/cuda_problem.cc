@@ -161,19 +161,33 @@ void WriteWeight(EngineHead& head, const Buffer& weight) {
   CheckStatus(head.WriteTensor(HeadTensor::kWeight, 0, weight.bytes() / kBFloat16, host), "WriteTensor");
 }
 
-DeviceEngine::DeviceEngine(const DeviceProblem& problem, EngineOptions options)
+DeviceEngine::DeviceEngine(const DeviceProblem& problem, EngineOptions options, int32_t staging_slots)
     : problem_(problem), engine_(MakeCudaEngine(std::move(options))) {
-  head_ = MakeHeadOn(*engine_, BFloat16Head(problem.shape, /*trainable=*/true));
+  HeadSpec spec = BFloat16Head(problem.shape, /*trainable=*/true);
+  spec.staging_slots = staging_slots;
+  head_ = MakeHeadOn(*engine_, spec);
   WriteWeight(*head_, problem.weight);
   if (problem.teacher_weight.bytes() == 0) return;
   teacher_ = MakeHeadOn(*engine_, BFloat16Head(problem.shape, /*trainable=*/false));
   WriteWeight(*teacher_, problem.teacher_weight);
 }
 
+MicroBatch DeviceEngine::Make(const void* hidden, MemorySpace hidden_memory, void* grad_hidden, MemorySpace grad_memory,
+                              int64_t first_row, int64_t row_count) {
+  const absl::Span<const int32_t> targets = problem_.targets;
+  term_ = {.head = head_.get(),
+           .row_count = row_count,
+           .targets = targets.subspan(static_cast<size_t>(first_row), static_cast<size_t>(row_count))};
+  return {.hidden = {hidden, row_count, problem_.shape.width, DataType::kBFloat16, hidden_memory},
+          .terms = absl::MakeConstSpan(&term_, 1),
+          .backward = true,
+          .grad_hidden = {grad_hidden, row_count, problem_.shape.width, DataType::kBFloat16, grad_memory},
+          .grad_weight = GradWeightMode::kAccumulate};
+}
+
 DeviceOutcome DeviceEngine::Compute(const DeviceLoss& loss, MemorySpace memory) {
   const ProblemShape& shape = problem_.shape;
   CheckStatus(head_->ZeroGradient(), "ZeroGradient");
-  MicroBatch micro_batch = {.backward = true, .grad_weight = GradWeightMode::kAccumulate};
   const BufferKind kind = memory == MemorySpace::kDevice ? BufferKind::kDevice : BufferKind::kPinned;
   Buffer hidden(kind, problem_.hidden.bytes());
   Buffer grad_hidden(kind, problem_.hidden.bytes());
@@ -181,8 +195,7 @@ DeviceOutcome DeviceEngine::Compute(const DeviceLoss& loss, MemorySpace memory) 
   // NaN, which an element that stays unwritten shows.
   const std::vector<uint8_t> poison(static_cast<size_t>(grad_hidden.bytes()), 0xff);
   CopyMemory(grad_hidden.as<void>(), poison.data(), grad_hidden.bytes());
-  micro_batch.hidden = {hidden.as<void>(), shape.rows, shape.width, DataType::kBFloat16, memory};
-  micro_batch.grad_hidden = {grad_hidden.as<void>(), shape.rows, shape.width, DataType::kBFloat16, memory};
+  const MicroBatch micro_batch = Make(hidden.as<void>(), memory, grad_hidden.as<void>(), memory, 0, shape.rows);
   DeviceOutcome outcome = Run(loss, micro_batch, /*all_outputs=*/false);
   outcome.grad_hidden = Buffer(BufferKind::kDevice, grad_hidden.bytes());
   CopyMemory(outcome.grad_hidden.as<void>(), grad_hidden.as<void>(), grad_hidden.bytes());
@@ -195,37 +208,39 @@ DeviceOutcome DeviceEngine::Compute(const DeviceLoss& loss, MemorySpace memory) 
 }
 
 DeviceOutcome DeviceEngine::ComputeTokenOutputs(const DeviceLoss& loss) {
-  const MicroBatch micro_batch = {
-      .hidden = {problem_.hidden.as<void>(), problem_.shape.rows, problem_.shape.width, DataType::kBFloat16, MemorySpace::kDevice}};
+  MicroBatch micro_batch =
+      Make(problem_.hidden.as<void>(), MemorySpace::kDevice, nullptr, MemorySpace::kDevice, 0, problem_.shape.rows);
+  micro_batch.backward = false;
+  micro_batch.grad_hidden = {};
+  micro_batch.grad_weight = GradWeightMode::kNone;
   return Run(loss, micro_batch, /*all_outputs=*/true);
 }
 
-DeviceOutcome DeviceEngine::Run(const DeviceLoss& loss, MicroBatch micro_batch, bool all_outputs) {
+DeviceOutcome DeviceEngine::Run(const DeviceLoss& loss, const MicroBatch& micro_batch, bool all_outputs) {
   const ProblemShape& shape = problem_.shape;
   const size_t rows = static_cast<size_t>(shape.rows);
   DeviceOutcome outcome;
-  LossTerm term = {.head = head_.get(), .row_count = shape.rows, .targets = problem_.targets, .loss_scale = loss.loss_scale};
+  term_.loss_scale = loss.loss_scale;
   outcome.token_loss.resize(rows);
-  term.token_loss = outcome.token_loss.data();
+  term_.token_loss = outcome.token_loss.data();
   if (loss.divergence) {
     const JsdSpec spec = {.beta = loss.beta};
-    term.loss = spec;
-    term.teacher_head = teacher_.get();
-    term.teacher_hidden = {problem_.teacher_hidden.as<void>(), shape.rows, shape.width, DataType::kBFloat16, MemorySpace::kDevice};
+    term_.loss = spec;
+    term_.teacher_head = teacher_.get();
+    term_.teacher_hidden = {problem_.teacher_hidden.as<void>(), shape.rows, shape.width, DataType::kBFloat16, MemorySpace::kDevice};
   }
   if (!loss.divergence || all_outputs) {
     outcome.lse.resize(rows);
     outcome.target_log_probability.resize(rows);
-    term.lse = outcome.lse.data();
-    term.target_log_probability = outcome.target_log_probability.data();
+    term_.lse = outcome.lse.data();
+    term_.target_log_probability = outcome.target_log_probability.data();
   }
   if (all_outputs) {
     outcome.entropy.resize(rows);
     outcome.argmax.resize(rows);
-    term.entropy = outcome.entropy.data();
-    term.argmax = outcome.argmax.data();
+    term_.entropy = outcome.entropy.data();
+    term_.argmax = outcome.argmax.data();
   }
-  micro_batch.terms = absl::MakeConstSpan(&term, 1);
   absl::StatusOr<MicroBatchResult> result = engine_->Compute(micro_batch);
   CheckStatus(result.status(), "Compute");
   outcome.sums = result->terms[0];

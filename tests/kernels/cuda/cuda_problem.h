@@ -63,10 +63,20 @@ struct DeviceLoss {
   double loss_scale = 1;
 };
 
-// An engine with a problem's head, and its teacher.
+// An engine with a problem's head, and its teacher. `problem` must outlive it.
 class DeviceEngine {
  public:
-  DeviceEngine(const DeviceProblem& problem, EngineOptions options);
+  DeviceEngine(const DeviceProblem& problem, EngineOptions options, int32_t staging_slots = 0);
+
+  LossEngine& engine() { return *engine_; }
+  EngineHead& head() { return *head_; }
+  std::vector<float> ReadGradient() { return ReadFloats(*head_, HeadTensor::kGradWeight); }
+
+  // Forward and backward on the accumulator, of the cross entropy of the problem's rows [first_row, first_row + row_count), which
+  // are at `hidden`. The term is this object's: for one micro-batch at a time.
+  MicroBatch Make(const void* hidden, MemorySpace hidden_memory, void* grad_hidden, MemorySpace grad_memory, int64_t first_row,
+                  int64_t row_count);
+  LossTerm& term() { return term_; }
 
   // Forward and backward on an accumulator of 0, rows and grad_hidden in device memory, or in page-locked host memory.
   DeviceOutcome Compute(const DeviceLoss& loss, MemorySpace memory = MemorySpace::kDevice);
@@ -74,11 +84,12 @@ class DeviceEngine {
   DeviceOutcome ComputeTokenOutputs(const DeviceLoss& loss);
 
  private:
-  DeviceOutcome Run(const DeviceLoss& loss, MicroBatch micro_batch, bool all_outputs);
+  DeviceOutcome Run(const DeviceLoss& loss, const MicroBatch& micro_batch, bool all_outputs);
 
   const DeviceProblem& problem_;
   std::unique_ptr<LossEngine> engine_;
   std::unique_ptr<EngineHead> head_, teacher_;
+  LossTerm term_;
 };
 
 HeadSpec BFloat16Head(const ProblemShape& shape, bool trainable);

@@ -1,20 +1,13 @@
-// Rows that come and gradients that leave while a GPU computes. They are in page-locked memory, in device memory of any GPU, and in
-// that of another process.
+// Rows that come and gradients that leave while a GPU computes. They are in page-locked memory, or in device memory of any GPU;
+// e2e_cuda_ipc_test has that of another process.
 #include <cuda_runtime_api.h>
-#include <fcntl.h>
-#include <poll.h>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <csignal>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -37,7 +30,6 @@ const ProblemShape kShape = {"", 4700, 512, 8000};
 constexpr int64_t kRows = 4700;
 constexpr int64_t kRowBytes = 512 * 2;
 constexpr int64_t kBytes = kRows * kRowBytes;
-constexpr int kPatienceMs = 60000;
 
 // Some rows are ignored, the last ones too.
 const DeviceProblem& Problem() {
@@ -75,43 +67,19 @@ struct Result {
   std::vector<float> grad_weight;
 };
 
-// An engine with one head.
-class FlowEngine {
+// An engine with the problem's head, for all of its rows or the first of them.
+class FlowEngine : public DeviceEngine {
  public:
-  explicit FlowEngine(EngineOptions options = {}, int64_t workspace_bytes = int64_t{1} << 30) {
-    options.workspace_bytes = workspace_bytes;
-    engine_ = MakeCudaEngine(options);
-    HeadSpec spec = BFloat16Head(kShape, /*trainable=*/true);
-    spec.staging_slots = 1;
-    head_ = MakeHeadOn(*engine_, spec);
-    WriteWeight(*head_, Problem().weight);
+  explicit FlowEngine(EngineOptions options = {}, int64_t workspace_bytes = int64_t{1} << 30)
+      : DeviceEngine(Problem(), WithWorkspace(std::move(options), workspace_bytes), /*staging_slots=*/1) {}
+
+  MicroBatch Make(const void* hidden, MemorySpace hidden_memory, void* grad_hidden, MemorySpace grad_memory, int64_t rows = kRows) {
+    return DeviceEngine::Make(hidden, hidden_memory, grad_hidden, grad_memory, 0, rows);
   }
-
-  LossEngine& engine() { return *engine_; }
-  EngineHead& head() { return *head_; }
-
-  MicroBatch Make(const void* hidden, MemorySpace hidden_memory, void* grad_hidden, MemorySpace grad_memory) {
-    term_.head = head_.get();
-    term_.row_count = kRows;
-    term_.targets = Problem().targets;
-    return {.hidden = {hidden, kRows, kShape.width, DataType::kBFloat16, hidden_memory},
-            .terms = absl::MakeConstSpan(&term_, 1),
-            .backward = true,
-            .grad_hidden = {grad_hidden, kRows, kShape.width, DataType::kBFloat16, grad_memory},
-            .grad_weight = GradWeightMode::kAccumulate};
-  }
-
-  // Its first rows only. For the micro-batch made last.
-  void Shorten(MicroBatch* micro_batch, int64_t rows) {
-    term_.row_count = rows;
-    term_.targets = absl::MakeConstSpan(Problem().targets).first(static_cast<size_t>(rows));
-    micro_batch->hidden.row_count = micro_batch->grad_hidden.row_count = rows;
-  }
-
   // On an accumulator of 0.
   Result Compute(const MicroBatch& micro_batch) {
-    CheckStatus(head_->ZeroGradient(), "ZeroGradient");
-    const absl::StatusOr<MicroBatchResult> computed = engine_->Compute(micro_batch);
+    CheckStatus(head().ZeroGradient(), "ZeroGradient");
+    const absl::StatusOr<MicroBatchResult> computed = engine().Compute(micro_batch);
     CheckStatus(computed.status(), "Compute");
     Result result;
     result.sums = computed->terms[0];
@@ -120,7 +88,6 @@ class FlowEngine {
     result.grad_weight = ReadGradient();
     return result;
   }
-  std::vector<float> ReadGradient() { return ReadFloats(*head_, HeadTensor::kGradWeight); }
   // The expected result: everything in the engine's own memory at once.
   Result Reference() {
     const Buffer grad_hidden(BufferKind::kDevice, kBytes);
@@ -128,9 +95,10 @@ class FlowEngine {
   }
 
  private:
-  std::unique_ptr<LossEngine> engine_;
-  std::unique_ptr<EngineHead> head_;
-  LossTerm term_;
+  static EngineOptions WithWorkspace(EngineOptions options, int64_t bytes) {
+    options.workspace_bytes = bytes;
+    return options;
+  }
 };
 
 // Losses and grad_weight come from the same products wherever the rows are; grad_hidden's may be cut differently.
@@ -200,9 +168,9 @@ std::vector<Result> RunSix(FlowEngine& engine, Use use, bool waits) {
   CheckStatus(engine.head().ZeroGradient(), "ZeroGradient");
   for (uint32_t i = 0; i < 6; ++i) {
     std::memcpy(hidden.as<void>(), SixHidden()[i].data(), static_cast<size_t>(kBytes));
-    MicroBatch micro_batch = engine.Make(hidden.as<void>(), MemorySpace::kHost, grad_hidden.as<void>(), MemorySpace::kHost);
     // So few lie elsewhere in the workspace, and are kept as rows where that is asked for.
-    if (i % 3 == 2) engine.Shorten(&micro_batch, 900);
+    const int64_t rows = i % 3 == 2 ? 900 : kRows;
+    MicroBatch micro_batch = engine.Make(hidden.as<void>(), MemorySpace::kHost, grad_hidden.as<void>(), MemorySpace::kHost, rows);
     if (use == Use::kCommitted) micro_batch.grad_weight = GradWeightMode::kStage;
     if (use == Use::kNothingEveryOther && i % 2 == 1) {
       micro_batch.backward = false;
@@ -439,167 +407,6 @@ TEST_P(CudaRowFlow, DigestsBesideComputations) {
 
 INSTANTIATE_TEST_SUITE_P(All, CudaRowFlow, ::testing::Bool(),
                          [](const auto& test) { return test.param ? "PortableKernels" : "OwnKernels"; });
-
-// --- another process ---
-
-constexpr char kFromChild[] = "HEADWATER_TEST_FROM_CHILD";
-constexpr char kToChild[] = "HEADWATER_TEST_TO_CHILD";
-
-struct Handles {
-  DeviceHandle memory;
-  DeviceHandle event;
-};
-
-void WriteAll(int fd, const void* data, size_t bytes) {
-  if (write(fd, data, bytes) != static_cast<ssize_t>(bytes)) throw std::runtime_error("the other process is gone");
-}
-
-// Fails the test rather than waiting forever.
-void ReadAll(int fd, void* data, size_t bytes) {
-  auto* next = static_cast<char*>(data);
-  while (bytes > 0) {
-    pollfd waited = {fd, POLLIN, 0};
-    if (poll(&waited, 1, kPatienceMs) != 1) throw std::runtime_error("the other process does not answer");
-    const ssize_t got = read(fd, next, bytes);
-    if (got <= 0) throw std::runtime_error("the other process is gone");
-    next += got;
-    bytes -= static_cast<size_t>(got);
-  }
-}
-
-// This program again, as the process whose memory is read and written: rows, and behind them grad_hidden.
-class Child {
- public:
-  Child() {
-    int from[2];
-    int to[2];
-    if (pipe(from) != 0 || pipe(to) != 0) throw std::runtime_error("no pipe");
-    for (const int own : {from[0], to[1]}) fcntl(own, F_SETFD, FD_CLOEXEC);
-    const std::string from_text = std::string(kFromChild) + "=" + std::to_string(from[1]);
-    const std::string to_text = std::string(kToChild) + "=" + std::to_string(to[0]);
-    std::vector<char*> environment;
-    for (char** variable = environ; *variable != nullptr; ++variable) {
-      // The figures' file is this process's.
-      if (std::string(*variable).rfind("HEADWATER_FIGURES", 0) != 0) environment.push_back(*variable);
-    }
-    environment.push_back(const_cast<char*>(from_text.c_str()));
-    environment.push_back(const_cast<char*>(to_text.c_str()));
-    environment.push_back(nullptr);
-    char program[] = "/proc/self/exe";
-    char filter[] = "--gtest_filter=OtherProcess.DISABLED_ChildLends";
-    char disabled[] = "--gtest_also_run_disabled_tests";
-    char output[] = "--gtest_output=";
-    char* arguments[] = {program, filter, disabled, output, nullptr};
-    if (posix_spawn(&process_, program, nullptr, nullptr, arguments, environment.data()) != 0) {
-      throw std::runtime_error("the program cannot be started again");
-    }
-    close(from[1]);
-    close(to[0]);
-    from_ = from[0];
-    to_ = to[1];
-  }
-  ~Child() {
-    close(to_);  // it ends by that at the latest
-    if (process_ > 0) {
-      kill(process_, SIGKILL);
-      waitpid(process_, nullptr, 0);
-    }
-    close(from_);
-  }
-
-  Handles ReadHandles() {
-    Handles handles;
-    ReadAll(from_, &handles, sizeof(handles));
-    return handles;
-  }
-  // The digest of its grad_hidden; then it ends.
-  Digest ReadDigest() {
-    const char go = 1;
-    WriteAll(to_, &go, 1);
-    Digest digest;
-    ReadAll(from_, digest.data(), digest.size());
-    return digest;
-  }
-  // Its exit status, after it has ended by itself.
-  int End() {
-    int status = 0;
-    waitpid(process_, &status, 0);
-    process_ = 0;
-    return status;
-  }
-
- private:
-  pid_t process_ = 0;
-  int from_ = -1;
-  int to_ = -1;
-};
-
-// The other process. Its rows are still on their way when it says that they are there.
-TEST(OtherProcess, DISABLED_ChildLends) {
-  ASSERT_NE(std::getenv(kFromChild), nullptr) << "only as another test's child";
-  const int to_parent = std::atoi(std::getenv(kFromChild));
-  const int from_parent = std::atoi(std::getenv(kToChild));
-  const Buffer memory(BufferKind::kDevice, 2 * kBytes);
-  const Buffer rows(BufferKind::kPinned, kBytes);
-  const Buffer other(BufferKind::kDevice, int64_t{1} << 30);
-  CopyMemory(rows.as<void>(), Hidden().data(), kBytes);
-  CheckCuda(cudaMemset(memory.as<void>(), 0xFF, 2 * kBytes), "cudaMemset");
-  CheckCuda(cudaDeviceSynchronize(), "cudaMemset");
-  cudaStream_t stream;
-  cudaEvent_t event;
-  CheckCuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  CheckCuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventInterprocess), "cudaEventCreate");
-  Handles handles;
-  cudaIpcMemHandle_t memory_handle;
-  cudaIpcEventHandle_t event_handle;
-  CheckCuda(cudaIpcGetMemHandle(&memory_handle, memory.as<void>()), "cudaIpcGetMemHandle");
-  CheckCuda(cudaIpcGetEventHandle(&event_handle, event), "cudaIpcGetEventHandle");
-  std::memcpy(handles.memory.data(), &memory_handle, sizeof(memory_handle));
-  std::memcpy(handles.event.data(), &event_handle, sizeof(event_handle));
-  // About a tenth of a second.
-  for (int i = 0; i < 300; ++i) CheckCuda(cudaMemsetAsync(other.as<void>(), i, size_t{1} << 30, stream), "cudaMemsetAsync");
-  CheckCuda(cudaMemcpyAsync(memory.as<void>(), rows.as<void>(), kBytes, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
-  CheckCuda(cudaEventRecord(event, stream), "cudaEventRecord");
-  WriteAll(to_parent, &handles, sizeof(handles));
-  char go;
-  ReadAll(from_parent, &go, 1);
-  std::vector<uint8_t> gradient(static_cast<size_t>(kBytes));
-  CopyMemory(gradient.data(), memory.as<char>() + kBytes, kBytes);
-  DigestBuilder builder;
-  builder.AddRows(0, 0, kRows, kRowBytes, gradient.data());
-  const Digest digest = builder.Finish("");
-  WriteAll(to_parent, digest.data(), digest.size());
-}
-
-TEST(OtherProcess, ItsMemoryIsReadAndWrittenInPlace) {
-  FlowEngine engine;
-  const Result expected = engine.Reference();
-  Child child;
-  const Handles handles = child.ReadHandles();
-  ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceEvent> event, engine.engine().OpenDeviceEvent(handles.event));
-  {
-    const absl::Status too_large = engine.engine().OpenDeviceMemory(handles.memory, int64_t{1} << 40).status();
-    EXPECT_REASON(too_large, kInvalidField);
-    ASSERT_OK_AND_ASSIGN(const std::unique_ptr<DeviceRegion> region, engine.engine().OpenDeviceMemory(handles.memory, 2 * kBytes));
-    EXPECT_EQ(region->bytes(), 2 * kBytes);
-    char* rows = static_cast<char*>(region->data());
-    MicroBatch micro_batch = engine.Make(rows, MemorySpace::kDevice, rows + kBytes, MemorySpace::kDevice);
-    micro_batch.after = event.get();
-    const Result result = engine.Compute(micro_batch);
-    ExpectSame(result, expected);
-    EXPECT_TRUE(result.grad_hidden == expected.grad_hidden);
-    DigestBuilder sum;
-    ASSERT_TRUE(engine.engine().DigestRows({micro_batch.hidden}, event.get(), &sum).ok());
-    EXPECT_EQ(DigestToHex(sum.Finish("header")), DigestToHex(ExpectedDigest()));
-    DigestBuilder gradient;
-    gradient.AddRows(0, 0, kRows, kRowBytes, result.grad_hidden.data());
-    EXPECT_EQ(DigestToHex(child.ReadDigest()), DigestToHex(gradient.Finish("")));
-  }
-  EXPECT_EQ(child.End(), 0);
-  EXPECT_REASON(engine.engine().OpenDeviceMemory(handles.memory, kBytes), kInvalidField) << "of a process that has ended";
-  EXPECT_TRUE(engine.engine().health().ok());
-  ExpectSame(engine.Reference(), expected);
-}
 
 }  // namespace
 }  // namespace headwater::testing

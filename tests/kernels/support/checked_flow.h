@@ -68,7 +68,6 @@ class CheckedFlow : public RowFlow {
   int awaits() const { return awaits_; }
   int decided() const { return decided_; }
   int notes() const { return notes_; }
-  int64_t ready() const { return ready_; }
   const std::optional<Digest>& digest() const { return digest_; }
 
  protected:

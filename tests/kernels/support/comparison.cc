@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 
 #include "gtest/gtest.h"
 #include "tests/kernels/support/kernel_suite.h"
@@ -36,7 +35,7 @@ void ExpectSumsMatch(const LossSums& actual, const reference::TermResult& expect
   const LossSums& sums = expected.sums;
   double bound = kLossSumBound;
   if (plain != nullptr && sums.loss_sum != 0) {
-    const double truncated = SuiteAccumulationError() * static_cast<double>(hidden_size) * weighted_logits;
+    const double truncated = Suite().accumulation_error * static_cast<double>(hidden_size) * weighted_logits;
     bound += (kPlainFactor * std::abs(plain->loss_sum - sums.loss_sum) + truncated) / std::abs(sums.loss_sum);
   }
   ExpectSumNear("loss_sum", actual.loss_sum, sums.loss_sum, scale, bound);
@@ -123,8 +122,7 @@ void ExpectTensorNear(const std::string& what, absl::Span<const double> actual, 
 }
 
 void ExpectOutcomeMatches(const Problem& problem, const Expected& expected, const Outcome& outcome) {
-  std::optional<PlainResult> plain;
-  if (NeedsPlain(problem)) plain = ComputePlain(problem);
+  const PlainResult* const plain = NeedsPlain(problem) ? &PlainOf(problem, expected) : nullptr;
   ASSERT_EQ(outcome.terms.size(), problem.terms.size());
   for (size_t i = 0; i < problem.terms.size(); ++i) {
     SCOPED_TRACE("term " + std::to_string(i));
@@ -153,17 +151,27 @@ void ExpectOutcomeMatches(const Problem& problem, const Expected& expected, cons
     SCOPED_TRACE("head " + std::to_string(i));
     const auto gradient = expected.result.gradient.find(&expected.heads[i]);
     if (gradient == expected.result.gradient.end()) continue;
-    ExpectGradientNear(outcome.gradients[i], gradient->second, plain ? &*plain : nullptr, i, SuiteGradWeightFactor());
+    ExpectGradientNear(outcome.gradients[i], gradient->second, plain, i, Suite().grad_weight_factor * kPlainFactor);
   }
 }
 
 Outcome ExpectEngineMatches(const Problem& problem, const EngineOptions& engine_options, const ComputeOptions& options) {
-  Outcome outcome = RunOnce(problem, engine_options, options);
+  return ExpectEngineMatches(problem, ComputeExpected(problem), engine_options, options);
+}
+
+Outcome ExpectEngineMatches(const Problem& problem, const Expected& expected, const EngineOptions& engine_options,
+                            const ComputeOptions& options) {
+  LoadedHeads heads(problem.heads, engine_options);
+  return ExpectHeadsMatch(heads, problem, expected, options);
+}
+
+Outcome ExpectHeadsMatch(LoadedHeads& heads, const Problem& problem, const Expected& expected, const ComputeOptions& options) {
+  Outcome outcome = heads.Compute(problem, options);
   if (options.grad_weight != GradWeightMode::kAccumulate) {
     for (const Gradient& gradient : outcome.gradients) ExpectGradientZero(gradient);
     outcome.gradients.clear();
   }
-  ExpectOutcomeMatches(problem, ComputeExpected(problem), outcome);
+  ExpectOutcomeMatches(problem, expected, outcome);
   return outcome;
 }
 

@@ -34,6 +34,11 @@ void ExpectOutcomeMatches(const Problem& problem, const Expected& expected, cons
 // Computes the problem on a fresh engine under test and compares with the reference. With a mode other than kAccumulate, the
 // accumulators must have stayed 0. Returns the outcome.
 Outcome ExpectEngineMatches(const Problem& problem, const EngineOptions& engine_options = {}, const ComputeOptions& options = {});
+// As above, on an engine that is there.
+Outcome ExpectHeadsMatch(LoadedHeads& heads, const Problem& problem, const Expected& expected, const ComputeOptions& options = {});
+// As above, with the reference that several engines are compared with.
+Outcome ExpectEngineMatches(const Problem& problem, const Expected& expected, const EngineOptions& engine_options,
+                            const ComputeOptions& options = {});
 
 // Fails the test unless every element is 0.
 void ExpectGradientZero(const Gradient& gradient);

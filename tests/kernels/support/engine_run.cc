@@ -29,17 +29,6 @@ std::vector<T> CopyOut(const GuardedBuffer& buffer) {
   return values;
 }
 
-bool SameSums(const LossSums& a, const LossSums& b) {
-  // Doubles of equal bits; a NaN equals itself here.
-  const double left[] = {a.loss_sum, a.soft_loss_sum, a.hard_loss_sum, a.z_loss_sum, a.token_weight_sum, a.target_weight_sum};
-  const double right[] = {b.loss_sum, b.soft_loss_sum, b.hard_loss_sum, b.z_loss_sum, b.token_weight_sum, b.target_weight_sum};
-  const double left_dither[] = {a.dither.squared_error, a.dither.squared_norm};
-  const double right_dither[] = {b.dither.squared_error, b.dither.squared_norm};
-  return std::memcmp(left, right, sizeof(left)) == 0 && std::memcmp(left_dither, right_dither, sizeof(left_dither)) == 0 &&
-         a.dither.entry_count == b.dither.entry_count && a.valid_token_count == b.valid_token_count &&
-         a.non_finite_row_count == b.non_finite_row_count;
-}
-
 CrossEntropySpec ToSpec(const reference::CrossEntropyOptions& options, const std::vector<float>& class_weights) {
   return {options.label_smoothing, options.z_loss, class_weights, options.temperature, options.token_scaling};
 }
@@ -60,6 +49,18 @@ decltype(LossTerm::loss) ToSpec(const decltype(TestTerm::loss)& loss, std::vecto
                  jsd->hard_loss_weight,
                  jsd->hard_loss_weight > 0 ? ToSpec(jsd->hard_loss, *class_weights) : CrossEntropySpec{},
                  jsd->truncate_to_common};
+}
+
+std::vector<std::unique_ptr<EngineHead>> MakeHeads(LossEngine& engine, const std::vector<TestHead>& heads) {
+  std::vector<std::unique_ptr<EngineHead>> made;
+  for (const TestHead& in : heads) {
+    absl::StatusOr<std::unique_ptr<EngineHead>> head = engine.CreateHead(in.spec);
+    if (!head.ok()) throw std::runtime_error("head: " + head.status().ToString());
+    if (!in.weight.empty()) WriteTensorValues(**head, HeadTensor::kWeight, in.weight);
+    if (!in.bias.empty()) WriteTensorValues(**head, HeadTensor::kBias, in.bias);
+    made.push_back(*std::move(head));
+  }
+  return made;
 }
 
 }  // namespace
@@ -84,13 +85,23 @@ bool GuardedBuffer::untouched() const {
 
 bool Gradient::operator==(const Gradient& other) const { return SameBits(weight, other.weight) && SameBits(bias, other.bias); }
 
+double Gradient::SquaredNorm() const {
+  double sum = 0;
+  for (const std::vector<float>* part : {&weight, &bias}) {
+    for (const float value : *part) sum += static_cast<double>(value) * value;
+  }
+  return sum;
+}
+
+static_assert(sizeof(LossSums) == 11 * sizeof(double), "compared as memory, it has no padding");
+
 bool Outcome::BitwiseEquals(const Outcome& other) const {
   if (terms.size() != other.terms.size()) return false;
   for (size_t i = 0; i < terms.size(); ++i) {
     const TermOutcome& a = terms[i];
     const TermOutcome& b = other.terms[i];
     const auto same_output = [&](const TokenOutput& output) { return SameBits(a.*output.kept, b.*output.kept); };
-    const bool same = SameSums(a.sums, b.sums) && SameBits(a.argmax, b.argmax) &&
+    const bool same = std::memcmp(&a.sums, &b.sums, sizeof(LossSums)) == 0 && SameBits(a.argmax, b.argmax) &&
                       std::all_of(std::begin(kTokenOutputs), std::end(kTokenOutputs), same_output);
     if (!same) return false;
   }
@@ -104,61 +115,59 @@ PreparedMicroBatch::PreparedMicroBatch(const Problem& problem, const std::vector
   micro_batch.grad_hidden_scale = problem.grad_hidden_scale;
   micro_batch.grad_weight = options.grad_weight;
   micro_batch.refuse_non_finite = options.refuse_non_finite;
+  micro_batch.flow = options.flow;
   if (options.grad_hidden) {
     grad_hidden_ = GuardedBuffer(problem.rows * problem.hidden_size * ElementBytes(problem.grad_hidden_type), kFloatPoison);
     micro_batch.grad_hidden = {grad_hidden_.data(), problem.rows, problem.hidden_size, problem.grad_hidden_type};
   }
   for (const TestTerm& in : problem.terms) {
-    TermMemory& memory = memory_.emplace_back();
+    Inputs& inputs = inputs_.emplace_back(Inputs{in.targets, in.token_weights, in.entropy_factors, in.lse_factors, {}, {}});
+    Outputs& outputs = outputs_.emplace_back();
     LossTerm& term = terms.emplace_back();
-    memory.targets = in.targets;
-    memory.token_weights = in.token_weights;
-    memory.entropy_factors = in.entropy_factors;
-    memory.lse_factors = in.lse_factors;
     term.head = heads[static_cast<size_t>(in.head)];
     term.row_start = in.row_start;
     term.row_count = in.row_count;
-    term.targets = memory.targets;
+    term.targets = inputs.targets;
     term.ignore_index = in.ignore_index;
-    term.token_weights = memory.token_weights;
-    term.entropy_factors = memory.entropy_factors;
-    term.lse_factors = memory.lse_factors;
+    term.token_weights = inputs.token_weights;
+    term.entropy_factors = inputs.entropy_factors;
+    term.lse_factors = inputs.lse_factors;
     term.loss_scale = in.loss_scale;
-    term.loss = ToSpec(in.loss, &memory.class_weights);
+    term.loss = ToSpec(in.loss, &inputs.class_weights);
     term.gradient_resolution = in.gradient_resolution;
     term.dither_seed = in.dither_seed;
     if (in.teacher >= 0) {
       term.teacher_head = heads[static_cast<size_t>(in.teacher)];
-      memory.teacher_hidden = reference::Encode(in.teacher_type, in.teacher_hidden);
-      term.teacher_hidden = {memory.teacher_hidden.data(), in.row_count, term.teacher_head->spec().hidden_size, in.teacher_type};
+      inputs.teacher_hidden = reference::Encode(in.teacher_type, in.teacher_hidden);
+      term.teacher_hidden = {inputs.teacher_hidden.data(), in.row_count, term.teacher_head->spec().hidden_size, in.teacher_type};
     }
     if (!options.token_outputs) continue;
     const bool is_top_k = std::holds_alternative<reference::TopKOptions>(in.loss);
     for (size_t i = 0; i < (is_top_k ? 1 : std::size(kTokenOutputs)); ++i) {
-      memory.outputs[i] = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(float)), kFloatPoison);
-      term.*kTokenOutputs[i].written = reinterpret_cast<float*>(memory.outputs[i].data());
+      outputs[i] = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(float)), kFloatPoison);
+      term.*kTokenOutputs[i].written = reinterpret_cast<float*>(outputs[i].data());
     }
     if (is_top_k) continue;
-    memory.outputs.back() = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(int32_t)), kIntegerPoison);
-    term.argmax = reinterpret_cast<int32_t*>(memory.outputs.back().data());
+    outputs.back() = GuardedBuffer(in.row_count * static_cast<int64_t>(sizeof(int32_t)), kIntegerPoison);
+    term.argmax = reinterpret_cast<int32_t*>(outputs.back().data());
   }
   micro_batch.terms = terms;
   hidden_copy_ = hidden_;
-  memory_copy_ = memory_;
+  inputs_copy_ = inputs_;
 }
 
 void PreparedMicroBatch::Collect(const MicroBatchResult& result, Outcome* outcome) const {
   ExpectGuardsAndInputsIntact();
-  ASSERT_EQ(result.terms.size(), memory_.size());
+  ASSERT_EQ(result.terms.size(), terms.size());
   outcome->terms.clear();
-  for (size_t i = 0; i < memory_.size(); ++i) {
-    const TermMemory& memory = memory_[i];
+  for (size_t i = 0; i < terms.size(); ++i) {
+    const Outputs& outputs = outputs_[i];
     TermOutcome& term = outcome->terms.emplace_back();
     term.sums = result.terms[i];
     for (size_t k = 0; k < std::size(kTokenOutputs); ++k) {
-      if (terms[i].*kTokenOutputs[k].written != nullptr) term.*kTokenOutputs[k].kept = CopyOut<float>(memory.outputs[k]);
+      if (terms[i].*kTokenOutputs[k].written != nullptr) term.*kTokenOutputs[k].kept = CopyOut<float>(outputs[k]);
     }
-    if (terms[i].argmax != nullptr) term.argmax = CopyOut<int32_t>(memory.outputs.back());
+    if (terms[i].argmax != nullptr) term.argmax = CopyOut<int32_t>(outputs.back());
   }
   if (micro_batch.grad_hidden.data != nullptr) {
     outcome->grad_hidden_bytes = CopyOut<uint8_t>(grad_hidden_);
@@ -170,40 +179,31 @@ void PreparedMicroBatch::Collect(const MicroBatchResult& result, Outcome* outcom
 void PreparedMicroBatch::ExpectGuardsAndInputsIntact() const {
   EXPECT_TRUE(grad_hidden_.guards_intact()) << "written outside of grad_hidden";
   EXPECT_TRUE(SameBits(hidden_, hidden_copy_)) << "hidden was changed";
-  for (size_t i = 0; i < memory_.size(); ++i) {
-    for (const GuardedBuffer& output : memory_[i].outputs) EXPECT_TRUE(output.guards_intact()) << "written outside of an output";
-    EXPECT_TRUE(SameBits(memory_[i].targets, memory_copy_[i].targets));
-    EXPECT_TRUE(SameBits(memory_[i].token_weights, memory_copy_[i].token_weights));
-    EXPECT_TRUE(SameBits(memory_[i].entropy_factors, memory_copy_[i].entropy_factors));
-    EXPECT_TRUE(SameBits(memory_[i].lse_factors, memory_copy_[i].lse_factors));
-    EXPECT_TRUE(SameBits(memory_[i].class_weights, memory_copy_[i].class_weights));
-    EXPECT_TRUE(SameBits(memory_[i].teacher_hidden, memory_copy_[i].teacher_hidden));
+  EXPECT_TRUE(inputs_ == inputs_copy_) << "a term's input was changed";
+  for (const Outputs& outputs : outputs_) {
+    for (const GuardedBuffer& output : outputs) EXPECT_TRUE(output.guards_intact()) << "written outside of an output";
   }
 }
 
 void PreparedMicroBatch::ExpectOutputsUntouched() const {
   ExpectGuardsAndInputsIntact();
   EXPECT_TRUE(grad_hidden_.untouched());
-  for (const TermMemory& memory : memory_) {
-    for (const GuardedBuffer& output : memory.outputs) EXPECT_TRUE(output.untouched());
+  for (const Outputs& outputs : outputs_) {
+    for (const GuardedBuffer& output : outputs) EXPECT_TRUE(output.untouched());
   }
 }
 
 std::unique_ptr<LossEngine> MakeSuiteEngine(const EngineOptions& options) {
-  absl::StatusOr<std::unique_ptr<LossEngine>> engine = SuiteEngineFactory()(options);
+  absl::StatusOr<std::unique_ptr<LossEngine>> engine = Suite().make(options);
   if (!engine.ok()) throw std::runtime_error("engine: " + engine.status().ToString());
   return *std::move(engine);
 }
 
-LoadedHeads::LoadedHeads(const std::vector<TestHead>& heads, const EngineOptions& options) : engine_(MakeSuiteEngine(options)) {
-  for (const TestHead& in : heads) {
-    absl::StatusOr<std::unique_ptr<EngineHead>> head = engine_->CreateHead(in.spec);
-    if (!head.ok()) throw std::runtime_error("head: " + head.status().ToString());
-    if (!in.weight.empty()) WriteTensorValues(**head, HeadTensor::kWeight, in.weight);
-    if (!in.bias.empty()) WriteTensorValues(**head, HeadTensor::kBias, in.bias);
-    heads_.push_back(*std::move(head));
-  }
-}
+LoadedHeads::LoadedHeads(const std::vector<TestHead>& heads, const EngineOptions& options)
+    : own_engine_(MakeSuiteEngine(options)), engine_(*own_engine_), heads_(MakeHeads(engine_, heads)) {}
+
+LoadedHeads::LoadedHeads(LossEngine& engine, const std::vector<TestHead>& heads)
+    : engine_(engine), heads_(MakeHeads(engine, heads)) {}
 
 std::vector<EngineHead*> LoadedHeads::pointers() const {
   std::vector<EngineHead*> pointers;
@@ -241,13 +241,13 @@ void LoadedHeads::ZeroGradients() {
 
 absl::StatusOr<MicroBatchResult> LoadedHeads::TryCompute(const Problem& problem, const ComputeOptions& options, Outcome* outcome) {
   const PreparedMicroBatch prepared(problem, pointers(), options);
-  absl::StatusOr<MicroBatchResult> result = engine_->Compute(prepared.micro_batch);
-  if (!result.ok()) {
+  absl::StatusOr<MicroBatchResult> result = engine_.Compute(prepared.micro_batch);
+  if (!result.ok() || outcome == nullptr) {
     prepared.ExpectGuardsAndInputsIntact();
-  } else if (outcome != nullptr) {
-    prepared.Collect(*result, outcome);
-    outcome->gradients = ReadGradients();
+    return result;
   }
+  prepared.Collect(*result, outcome);
+  if (options.read_gradients) outcome->gradients = ReadGradients();
   return result;
 }
 

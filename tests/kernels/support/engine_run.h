@@ -38,6 +38,7 @@ struct Gradient {
   std::vector<float> weight;
   std::vector<float> bias;
   bool operator==(const Gradient& other) const;  // bitwise
+  double SquaredNorm() const;
 };
 
 struct TermOutcome {
@@ -77,6 +78,8 @@ struct ComputeOptions {
   bool token_outputs = true;
   GradWeightMode grad_weight = GradWeightMode::kAccumulate;
   bool refuse_non_finite = false;
+  RowFlow* flow = nullptr;
+  bool read_gradients = true;  // into the outcome, after the call
 };
 
 // A MicroBatch with the memory it points to. Tests may change `micro_batch` and `terms` before they hand it to the engine.
@@ -97,30 +100,33 @@ class PreparedMicroBatch {
   void ExpectOutputsUntouched() const;
 
  private:
-  struct TermMemory {
+  // A term's.
+  struct Inputs {
     std::vector<int32_t> targets;
-    std::vector<float> token_weights, entropy_factors, lse_factors;
-    std::vector<float> class_weights;
+    std::vector<float> token_weights, entropy_factors, lse_factors, class_weights;
     std::vector<uint8_t> teacher_hidden;
-    std::array<GuardedBuffer, std::size(kTokenOutputs) + 1> outputs;  // the last one is argmax
+    bool operator==(const Inputs&) const = default;
   };
+  using Outputs = std::array<GuardedBuffer, std::size(kTokenOutputs) + 1>;  // the last one is argmax
 
-  std::vector<uint8_t> hidden_;
+  std::vector<uint8_t> hidden_, hidden_copy_;
   GuardedBuffer grad_hidden_;
-  std::deque<TermMemory> memory_;
-  std::vector<uint8_t> hidden_copy_;
-  std::deque<TermMemory> memory_copy_;
+  std::deque<Inputs> inputs_, inputs_copy_;
+  std::deque<Outputs> outputs_;
 };
 
 // The engine under test, which must be made.
 std::unique_ptr<LossEngine> MakeSuiteEngine(const EngineOptions& options = {});
 
-// An engine with a problem's heads on it. A head without values starts at 0.
+// A problem's heads on an engine. A head without values starts at 0.
 class LoadedHeads {
  public:
+  // On an engine of their own.
   LoadedHeads(const std::vector<TestHead>& heads, const EngineOptions& options);
+  // On an engine that outlives them.
+  LoadedHeads(LossEngine& engine, const std::vector<TestHead>& heads);
 
-  LossEngine& engine() { return *engine_; }
+  LossEngine& engine() { return engine_; }
   EngineHead& head(int index) { return *heads_[static_cast<size_t>(index)]; }
   std::vector<EngineHead*> pointers() const;
   Gradient ReadGradient(int head) const;
@@ -134,7 +140,8 @@ class LoadedHeads {
   absl::StatusOr<MicroBatchResult> TryCompute(const Problem& problem, const ComputeOptions& options, Outcome* outcome = nullptr);
 
  private:
-  std::unique_ptr<LossEngine> engine_;
+  const std::unique_ptr<LossEngine> own_engine_;
+  LossEngine& engine_;
   std::vector<std::unique_ptr<EngineHead>> heads_;
 };
 

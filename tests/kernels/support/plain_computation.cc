@@ -242,4 +242,9 @@ PlainResult ComputePlain(const Problem& problem) {
   return result;
 }
 
+const PlainResult& PlainOf(const Problem& problem, const Expected& expected) {
+  if (expected.plain == nullptr) expected.plain = std::make_shared<PlainResult>(ComputePlain(problem));
+  return *expected.plain;
+}
+
 }  // namespace headwater::testing

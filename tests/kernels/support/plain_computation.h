@@ -25,6 +25,8 @@ struct PlainResult {
 };
 
 PlainResult ComputePlain(const Problem& problem);
+// The same, computed once for all comparisons with `expected`, which is the problem's.
+const PlainResult& PlainOf(const Problem& problem, const Expected& expected);
 
 }  // namespace headwater::testing
 

@@ -3,6 +3,7 @@
 #define HEADWATER_TESTS_KERNELS_SUPPORT_PROBLEM_H_
 
 #include <cstdint>
+#include <memory>
 #include <random>
 #include <string>
 #include <variant>
@@ -114,6 +115,8 @@ std::vector<double> ProductsOf(const TestHead& head, const double* x, bool with_
 // Gives a row of head 0's first term this target and the margin over its other logits, which must be small. Does not round.
 void MakeConfident(Problem* problem, int64_t row, int64_t target, double margin);
 
+struct PlainResult;
+
 // The expected results of the problem.
 struct Expected {
   Expected() = default;
@@ -122,7 +125,8 @@ struct Expected {
   Expected& operator=(const Expected&) = delete;
 
   reference::Result result;
-  std::vector<reference::Head> heads;  // keys of result.gradient, in the problem's order
+  std::vector<reference::Head> heads;                // keys of result.gradient, in the problem's order
+  mutable std::shared_ptr<const PlainResult> plain;  // PlainOf()'s, from its first call on
   const reference::HeadGradient& gradient(int head) const { return result.gradient.at(&heads[static_cast<size_t>(head)]); }
 };
 

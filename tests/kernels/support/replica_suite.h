@@ -27,16 +27,23 @@
 
 namespace headwater::testing {
 
+// A problem's options and what is asked for.
+using ReplicaForm = std::pair<ProblemOptions, ComputeOptions>;
+
+// A head with a bias, many rows of its kind, and one staging slot; `jsd`: with its teacher.
+ProblemOptions ReplicaOptions(bool jsd = false, DataType type = DataType::kFloat32);
+
 struct ReplicaCase {
   std::string name;
   std::vector<int64_t> weights;  // of the ranks' shards, as in those that follow
   // State for groups that take a head over.
   std::vector<int64_t> other_weights, last_weights;
-  std::function<std::unique_ptr<LossEngine>(const std::vector<int64_t>& weights)> make_group;
+  std::function<std::unique_ptr<LossEngine>(const std::vector<int64_t>& weights, bool deterministic)> make_group;
   // An engine that is alone, and must have the same bits.
   std::function<std::unique_ptr<LossEngine>()> make_one;
   // Why it cannot be made here, or an empty string; null: it always can.
   std::function<std::string()> reason_to_skip;
+  std::vector<ReplicaForm> forms = {{ReplicaOptions(), {}}, {ReplicaOptions(/*jsd=*/true), {}}};
 };
 inline void PrintTo(const ReplicaCase& of, std::ostream* out) { *out << of.name; }
 
@@ -48,25 +55,16 @@ class Replicas : public ::testing::TestWithParam<ReplicaCase> {
   }
   size_t count() const { return GetParam().weights.size(); }
   int32_t ranks() const { return static_cast<int32_t>(count()); }
-  std::unique_ptr<LossEngine> Group() const { return GetParam().make_group(GetParam().weights); }
+  std::unique_ptr<LossEngine> Group(bool deterministic = false) const {
+    return GetParam().make_group(GetParam().weights, deterministic);
+  }
   std::unique_ptr<LossEngine> One() const { return GetParam().make_one(); }
 };
 
-// A problem's heads on an engine, with the rows of the problem in parts.
-struct ReplicaHeads {
-  ReplicaHeads(LossEngine& of, const Problem& problem, Parallelism parallelism);
-  EngineHead& head() { return *pointers[0]; }
-  Outcome Compute(const Problem& problem, ComputeOptions options = {}, RowFlow* flow = nullptr,
-                  std::unique_ptr<StagedContribution>* staged = nullptr);
-  Gradient ReadGradient();
-
-  LossEngine& engine;
-  std::vector<std::unique_ptr<EngineHead>> heads;
-  std::vector<EngineHead*> pointers;
-};
-
-// Rows of several micro-batches for the first one's heads, which have AdamW and a staging slot.
-std::vector<Problem> MakeReplicaProblems(size_t count, bool jsd, DataType type = DataType::kFloat32);
+// Rows of several micro-batches for the first one's heads, of which each rank has all.
+std::vector<Problem> MakeReplicaProblems(size_t count, ProblemOptions options, const OptimizerSpec& optimizer = AdamWSpec());
+// The same heads, of which each rank has a shard.
+std::vector<TestHead> ByVocabulary(std::vector<TestHead> heads);
 
 // Where as many computations meet as there are ranks: each waits for the others in the middle of its own.
 class Meeting {
@@ -104,13 +102,12 @@ class MeetingFlow final : public RowFlow {
 };
 
 // One micro-batch on each rank, all at the same time.
-std::vector<Outcome> ComputeAtOnce(ReplicaHeads& heads, const std::vector<Problem>& problems);
+std::vector<Outcome> ComputeAtOnce(LoadedHeads& heads, const std::vector<Problem>& problems, ComputeOptions options = {});
 
 // The gradient must be the sum of factors[i] * that of problems[i].
 void ExpectSumOfGradients(const Gradient& gradient, const std::vector<Problem>& problems, const std::vector<double>& factors);
 
-// An update by AdamW.
-OptimizerStep ReplicaStep(int64_t update_count);
+OptimizerStep ReplicaStep(int64_t update_count, const OptimizerSpec& optimizer = AdamWSpec());
 
 }  // namespace headwater::testing
 

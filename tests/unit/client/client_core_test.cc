@@ -57,45 +57,17 @@ TEST(CompletionQueue, IsReadableWhileItIsNotEmpty) {
   EXPECT_EQ(queue.Take(tags, 2), 0);
 }
 
-TEST(HeadState, AttemptsRiseAcrossCallsExceptInTheCallersSeries) {
+// tests/e2e/protocol/retry_cases.py has the other attempts that a call begins with.
+TEST(HeadState, AttemptsAreKnownUntilTheStepAfterTheirsIsClosed) {
   HeadState head("h", "e");
-  EXPECT_EQ(head.FirstAttempt(0, 5, 0), 0);
-  head.NoteAttempt(0, 5, 1, 0);  // as an ambiguous end leaves it
-  EXPECT_EQ(head.FirstAttempt(0, 5, 0), 1);
-  EXPECT_EQ(head.AttemptOf(0, 5), 1);
-  head.NoteAttempt(0, 5, 4, 4);
   head.NoteAttempt(0, 5, 6, 4);
-  EXPECT_EQ(head.FirstAttempt(0, 5, 0), 6);
-  EXPECT_EQ(head.FirstAttempt(0, 5, 5), 6);  // the attempts that the caller knows of have led there
-  EXPECT_EQ(head.FirstAttempt(0, 5, 2), 2);  // for the server to refuse
-  EXPECT_EQ(head.FirstAttempt(0, 5, 9), 9);
   head.NoteAttempt(0, 5, 3, 0);
+  EXPECT_EQ(head.FirstAttempt(0, 5, 5), 6);  // the attempts that the caller knows of have led there
   EXPECT_EQ(head.AttemptOf(0, 5), 6);
   head.SawStep(1);
   EXPECT_EQ(head.AttemptOf(0, 5), 6);  // repeats of its decisions are still answered
   head.SawStep(2);
   EXPECT_EQ(head.AttemptOf(0, 5), 0);
-}
-
-TEST(HeadStates, HeadsAreFoundByTheEpochsBeforeRecoveries) {
-  HeadStates heads;
-  v1::Head head;
-  head.set_name("h");
-  head.set_epoch("e0");
-  head.mutable_spec()->set_trainable(true);
-  heads.Introduce(head, "process", nullptr);
-  const std::shared_ptr<HeadState> state = heads.FindKnown("h", "e0");
-  for (int i = 1; i <= 20; ++i) {
-    head.set_epoch("e" + std::to_string(i));
-    state->AdoptRecovered(head, "process");
-  }
-  EXPECT_EQ(heads.FindKnown("h", "e0"), state);
-  EXPECT_EQ(heads.FindKnown("h", "e20"), state);
-  EXPECT_EQ(state->epoch(), "e20");
-  EXPECT_EQ(state->lineage().size(), 16U);
-  EXPECT_EQ(state->lineage().front(), "e5");
-  EXPECT_EQ(heads.FindKnown("h", "other"), nullptr);
-  EXPECT_EQ(heads.FindKnown("g", "e0"), nullptr);
 }
 
 TEST(HeadStates, UnusedEpochsAreRemoved) {
@@ -112,6 +84,8 @@ TEST(HeadStates, UnusedEpochsAreRemoved) {
   EXPECT_LE(heads.AllOf("h").size(), 17U);
   EXPECT_EQ(heads.FindKnown("h", "kept"), kept);
   EXPECT_NE(heads.FindKnown("h", "99"), nullptr);
+  EXPECT_EQ(heads.FindKnown("h", "other"), nullptr);
+  EXPECT_EQ(heads.FindKnown("g", "99"), nullptr);
 }
 
 v1::MicroBatchHeader TwoTerms() {
@@ -162,17 +136,8 @@ TEST(Messages, EpochsAreReplacedInEveryField) {
   EXPECT_EQ(header.terms(1).joined_teacher().head_epoch(), "j0");
 }
 
-TEST(MethodTable, FieldsDecideWhetherAMessageMayBeRepeated) {
-  v1::UploadWeightsHeader upload;
-  EXPECT_EQ(MethodOf(upload).repeat, Repeat::kUntilSent);
-  EXPECT_FALSE(MethodOf(upload).follows);
-  upload.set_closes_step(1);
-  EXPECT_EQ(MethodOf(upload).repeat, Repeat::kSafe);
-  EXPECT_TRUE(MethodOf(upload).follows);
-  v1::TakeHeadRequest take;
-  EXPECT_EQ(MethodOf(take).repeat, Repeat::kSafe);
-  take.set_epoch("e");
-  EXPECT_EQ(MethodOf(take).repeat, Repeat::kIfNothingWasDone);
+// tests/e2e/protocol/retry_cases.py has the other decisions by fields.
+TEST(MethodTable, WhatIsOnlyValidatedMayBeRepeated) {
   v1::CreateHeadRequest create;
   create.set_if_exists(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC);
   EXPECT_EQ(MethodOf(create).repeat, Repeat::kIfNothingWasDone);
@@ -230,16 +195,6 @@ TEST_F(ReplayLogOfAStep, EachSubjectHasOneEntry) {
   Add(Record::kSeal, -1);
   Add(Record::kSeal, -1);
   EXPECT_THAT(Entries(), ElementsAre("l0.2", "c0.2", "s-1.0"));
-}
-
-TEST_F(ReplayLogOfAStep, DiscardRemovesAttemptsUpToItsOwn) {
-  Add(Record::kLoss, 0, 1);
-  Add(Record::kCommit, 0, 1);
-  Add(Record::kLoss, 1, 0);
-  Add(Record::kDiscard, 0, 0);
-  EXPECT_THAT(Entries(), ElementsAre("l0.1", "c0.1", "l1.0", "d0.0"));
-  Add(Record::kDiscard, 0, 1);
-  EXPECT_THAT(Entries(), ElementsAre("l1.0", "d0.1"));
 }
 
 TEST_F(ReplayLogOfAStep, CommitOfAnothersMicroBatchIsNotKept) {

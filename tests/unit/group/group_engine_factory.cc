@@ -4,7 +4,6 @@
 #include <cstdlib>
 
 #include "headwater/kernels/product_rate.h"
-#include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/kernel_suite.h"
 #include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/replica_engine.h"
@@ -23,27 +22,16 @@ absl::StatusOr<std::unique_ptr<LossEngine>> MakeGroup(const EngineOptions& optio
 
 }  // namespace
 
-const EngineFactory& SuiteEngineFactory() {
-  static const EngineFactory factory = [](const EngineOptions& options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
-    EngineOptions filled = options;
-    if (filled.shard_count == 1 && filled.shard_probe == nullptr && filled.shard_weights.empty()) filled.shard_count = 2;
-    auto group = MakeGroup(filled);
-    if (!group.ok() || std::getenv("HEADWATER_GROUP_ROWS") == nullptr) return group;
-    return std::unique_ptr<LossEngine>(std::make_unique<ReplicaEngine>(*std::move(group)));
-  };
-  return factory;
-}
-
-SuiteWorkspaces SuiteWorkspaceSizes() { return {int64_t{1} << 20, int64_t{64} << 20}; }
-
-bool SuiteKeepsStagedRows(int64_t rows, int64_t hidden_size, int32_t) { return rows <= hidden_size; }
-
-double SuiteGradWeightFactor() { return kPlainFactor; }
-
-double SuiteAccumulationError() { return 0; }
-
-SuiteDither SuiteDithering() {
-  return {.rounds_units = ChooseBfloat16Products(EngineOptions{.group = {.world_size = 2}}) == Bfloat16Products::kOneDnn};
+const SuiteEngine& Suite() {
+  static const SuiteEngine engine = {
+      .make = [](EngineOptions options) -> absl::StatusOr<std::unique_ptr<LossEngine>> {
+        if (options.shard_count == 1 && options.shard_probe == nullptr && options.shard_weights.empty()) options.shard_count = 2;
+        auto group = MakeGroup(options);
+        if (!group.ok() || std::getenv("HEADWATER_GROUP_ROWS") == nullptr) return group;
+        return std::unique_ptr<LossEngine>(std::make_unique<ReplicaEngine>(*std::move(group)));
+      },
+      .dither = {.rounds_units = ChooseBfloat16Products(EngineOptions{.group = {.world_size = 2}}) == Bfloat16Products::kOneDnn}};
+  return engine;
 }
 
 }  // namespace headwater::testing

@@ -21,7 +21,6 @@
 #include "server/group/ranks/rank_worker.h"
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"
-#include "tests/kernels/support/replica_suite.h"
 #include "tests/unit/expect_status.h"
 #include "tests/unit/forwarding_engine.h"
 #include "tests/unit/group/local_cpu_group.h"
@@ -113,13 +112,6 @@ class Processes {
   std::optional<WorkerThreads> workers_;
 };
 
-Outcome ComputeOnce(LossEngine& engine, const Problem& problem) {
-  ReplicaHeads heads(engine, problem, Parallelism::kVocabulary);
-  Outcome outcome = heads.Compute(problem);
-  outcome.gradients.push_back(heads.ReadGradient());
-  return outcome;
-}
-
 TEST(GroupProcesses, TheRanksOfAProcessAreNeighboursWhoeverComesFirst) {
   absl::Mutex mutex;
   std::map<int32_t, EngineOptions> seen;  // by rank
@@ -154,9 +146,9 @@ TEST(GroupProcesses, TheRanksOfAProcessAreNeighboursWhoeverComesFirst) {
   // The bits of six ranks in one process.
   ASSERT_OK_AND_ASSIGN(const auto local, CreateLocalCpuGroup(options.engine));
   const Problem problem = MakeProblem(ProblemOptions());
-  const Outcome outcome = ComputeOnce(processes.engine(), problem);
+  const Outcome outcome = LoadedHeads(processes.engine(), problem.heads).Compute(problem);
   EXPECT_FALSE(outcome.grad_hidden_bytes.empty());
-  EXPECT_TRUE(outcome.BitwiseEquals(ComputeOnce(*local, problem)));
+  EXPECT_TRUE(outcome.BitwiseEquals(LoadedHeads(*local, problem.heads).Compute(problem)));
 }
 
 // Ranks on CPUs, which would take it.
@@ -170,9 +162,8 @@ TEST(GroupProcesses, AResolutionThatGpusDoNotHaveReachesNoRank) {
     for (const double label_smoothing : {0.0, 0.1}) {
       Problem problem = MakeProblem({.label_smoothing = label_smoothing});
       problem.terms[0].gradient_resolution = 0x1p-6;
-      ReplicaHeads heads(processes.engine(), problem, parallelism);
-      PreparedMicroBatch prepared(problem, heads.pointers, ComputeOptions());
-      const absl::Status status = processes.engine().Compute(prepared.micro_batch).status();
+      problem.heads[0].spec.parallelism = parallelism;
+      const absl::Status status = LoadedHeads(processes.engine(), problem.heads).TryCompute(problem, {}).status();
       EXPECT_EQ(ReasonOf(status), parallelism == Parallelism::kRows && label_smoothing == 0 ? "OK" : "FEATURE_NOT_BUILT");
     }
   }
@@ -203,12 +194,8 @@ TEST(GroupProcesses, RowsComeOnceToAProcess) {
   ASSERT_OK(processes.Form());
   for (const bool jsd : {false, true}) {
     const Problem problem = MakeProblem({.jsd = jsd, .hard_loss_weight = jsd ? 0.3 : 0.0});
-    ReplicaHeads heads(processes.engine(), problem, Parallelism::kVocabulary);
-    const auto compute = [&](RowFlow* flow) {
-      PreparedMicroBatch prepared(problem, heads.pointers, ComputeOptions());
-      prepared.micro_batch.flow = flow;
-      return processes.engine().Compute(prepared.micro_batch).status();
-    };
+    LoadedHeads heads(processes.engine(), problem.heads);
+    const auto compute = [&](RowFlow* flow) { return heads.TryCompute(problem, {.flow = flow}).status(); };
     std::vector<int64_t> before, after;
     for (size_t call = 0; call < 4; ++call) before.push_back(processes.data_bytes(call));
     ASSERT_TRUE(compute(nullptr).ok());

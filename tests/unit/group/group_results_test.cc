@@ -9,7 +9,6 @@
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"
-#include "tests/kernels/support/replica_suite.h"
 #include "tests/unit/expect_status.h"
 #include "tests/unit/group/local_cpu_group.h"
 #include "tests/unit/group/worker_threads.h"
@@ -76,30 +75,17 @@ struct Trained {
 };
 
 Trained Train(LossEngine& engine, const Problem& problem) {
-  ReplicaHeads heads(engine, problem, Parallelism::kVocabulary);
-  const auto read_gradients = [&] {
-    std::vector<Gradient> gradients;
-    for (const EngineHead* head : heads.pointers) {
-      const std::vector<double> weight = ReadTensorValues(*head, HeadTensor::kGradWeight);
-      const std::vector<double> bias = ReadTensorValues(*head, HeadTensor::kGradBias);
-      gradients.push_back({{weight.begin(), weight.end()}, {bias.begin(), bias.end()}});
-    }
-    return gradients;
-  };
-
+  LoadedHeads heads(engine, problem.heads);
   Trained trained;
   trained.direct = heads.Compute(problem);
-  trained.direct.gradients = read_gradients();
-  std::unique_ptr<StagedContribution> staged;
-  heads.Compute(problem, {.grad_weight = GradWeightMode::kStage}, nullptr, &staged);
-  if (staged != nullptr) EXPECT_OK(staged->Commit(0.75));
-  trained.committed = read_gradients();
+  EXPECT_OK(heads.Stage(problem)->Commit(0.75));
+  trained.committed = heads.ReadGradients();
 
   const OptimizerStep step = {.learning_rate = 0.1, .gradient_multiplier = 0.5, .settings = problem.heads[0].spec.optimizer};
-  EXPECT_OK(heads.head().ApplyOptimizer(step));
+  EXPECT_OK(heads.head(0).ApplyOptimizer(step));
   for (const HeadTensor tensor : {HeadTensor::kWeight, HeadTensor::kBias, HeadTensor::kMasterWeight, HeadTensor::kMoment1Weight,
                                   HeadTensor::kMoment2Weight, HeadTensor::kGradWeight}) {
-    const std::vector<double> values = ReadTensorValues(heads.head(), tensor);
+    const std::vector<double> values = ReadTensorValues(heads.head(0), tensor);
     trained.tensors.push_back({{values.begin(), values.end()}, {}});
   }
   return trained;

@@ -61,9 +61,10 @@ std::vector<ReplicaCase> Cases() {
                       .weights = Ranks(ranks).shard_weights,
                       .other_weights = Ranks(3).shard_weights,
                       .last_weights = Ranks(2).shard_weights};
-    of.make_group = [ranks = ranks, links = links](const std::vector<int64_t>& weights) {
-      const auto count = static_cast<int32_t>(weights.size());
-      return MakeGroup(Ranks(count), links && count == ranks);
+    of.make_group = [ranks = ranks, links = links](const std::vector<int64_t>& weights, bool deterministic) {
+      EngineOptions options = Ranks(static_cast<int32_t>(weights.size()));
+      options.deterministic = deterministic;
+      return MakeGroup(options, links && options.shard_count == ranks);
     };
     of.make_one = [] { return MakeOne(); };
     cases.push_back(std::move(of));
@@ -74,7 +75,8 @@ std::vector<ReplicaCase> Cases() {
 INSTANTIATE_TEST_SUITE_P(Ranks, Replicas, ::testing::ValuesIn(Cases()), [](const auto& test) { return test.param.name; });
 
 TEST(ReplicaPlan, HasAllWeightsOnEachRankAndTheOptimizerStateOnce) {
-  HeadSpec spec = MakeReplicaProblems(1, false, DataType::kBFloat16)[0].heads[0].spec;
+  HeadSpec spec = MakeReplicaProblems(1, ReplicaOptions(/*jsd=*/false, DataType::kBFloat16))[0].heads[0].spec;
+  spec.parallelism = Parallelism::kVocabulary;
   const int64_t elements = spec.vocab_size * spec.hidden_size;
   const auto one = MakeOne()->PlanHead(spec);
   const auto group = MakeGroup(Ranks(3), false);
@@ -100,56 +102,12 @@ TEST(ReplicaPlan, HasAllWeightsOnEachRankAndTheOptimizerStateOnce) {
   EXPECT_TRUE(MakeGroup(small, false)->CreateHead(spec).ok());
 }
 
-TEST(ReplicaRefusals, AreClear) {
-  const std::vector<Problem> problems = MakeReplicaProblems(1, true);
-  HeadSpec spec = problems[0].heads[0].spec;
-  spec.parallelism = Parallelism::kRows;
-  EngineOptions deterministic = Ranks(2);
-  deterministic.deterministic = true;
-  for (const bool links : {false, true}) {
-    const auto group = MakeGroup(deterministic, links);
-    EXPECT_REASON(group->PlanHead(spec), kInvalidCombination);
-    EXPECT_REASON(group->CreateHead(spec), kInvalidCombination);
-    EXPECT_OK(group->health());
-  }
-  // One engine has one order of its own.
-  EngineOptions alone = Alone();
-  alone.deterministic = true;
-  EXPECT_TRUE(MakeOne(alone)->CreateHead(spec).ok());
-  // A student and a teacher of two kinds do not meet.
-  const auto group = MakeGroup(Ranks(2), false);
-  ReplicaHeads rows(*group, problems[0], Parallelism::kRows);
-  ReplicaHeads sharded(*group, problems[0], Parallelism::kVocabulary);
-  PreparedMicroBatch prepared(problems[0], {rows.pointers[0], sharded.pointers[1]}, {});
-  EXPECT_TRUE(HasReason(group->Compute(prepared.micro_batch).status(), ErrorReason::kInvalidCombination));
-  prepared.ExpectOutputsUntouched();
-}
-
-// Heads of both kinds live side by side, and their calls do not disturb each other.
-TEST(ReplicaCalls, MixWithThoseOfShardedHeads) {
-  const std::vector<Problem> problems = MakeReplicaProblems(3, false);
-  const auto group = MakeGroup(Ranks(3), true);
-  ReplicaHeads rows(*group, problems[0], Parallelism::kRows);
-  ReplicaHeads sharded(*group, problems[0], Parallelism::kVocabulary);
-  constexpr int kRounds = 20;
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < problems.size(); ++i) {
-    threads.emplace_back([&, i] {
-      for (int round = 0; round < kRounds; ++round) rows.Compute(problems[i]);
-    });
-  }
-  for (int round = 0; round < kRounds; ++round) sharded.Compute(problems[0]);
-  for (std::thread& thread : threads) thread.join();
-  ExpectSumOfGradients(rows.ReadGradient(), problems, {kRounds, kRounds, kRounds});
-  ExpectSumOfGradients(sharded.ReadGradient(), {problems[0]}, {kRounds});
-}
-
 // A worker goes while a micro-batch is in the middle of its computation on the leader's own rank: the group is lost to both.
 TEST(ReplicaFailure, ARankThatIsGoneLosesTheGroupWhateverTheOthersCompute) {
-  const std::vector<Problem> problems = MakeReplicaProblems(2, false);
+  const std::vector<Problem> problems = MakeReplicaProblems(2, ReplicaOptions());
   const std::unique_ptr<ThreadedGroup> made = ThreadedGroup::Make(Ranks(2));
   ThreadedGroup& group = *made;
-  ReplicaHeads heads(group, problems[0], Parallelism::kRows);
+  LoadedHeads heads(group, problems[0].heads);
   // Both are computing when it goes.
   struct CuttingFlow final : RowFlow {
     CuttingFlow(Meeting& at, ThreadedGroup& of) : meeting(at), group(of) {}
@@ -167,20 +125,15 @@ TEST(ReplicaFailure, ARankThatIsGoneLosesTheGroupWhateverTheOthersCompute) {
   Meeting meeting(2);
   std::vector<absl::Status> answers(2);
   RunThreads(2, [&](int64_t i) {
-    PreparedMicroBatch prepared(problems[i], heads.pointers, {});
     CuttingFlow flow(meeting, group);
-    prepared.micro_batch.flow = &flow;
-    answers[i] = group.Compute(prepared.micro_batch).status();
+    answers[i] = heads.TryCompute(problems[i], {.flow = &flow}).status();
   });
   // The rank that is gone cannot have answered; the other one perhaps before anybody knew.
   EXPECT_TRUE(HasReason(answers[0], ErrorReason::kEngineFailed) || HasReason(answers[1], ErrorReason::kEngineFailed))
       << answers[0] << ", " << answers[1];
   EXPECT_TRUE(HasReason(group.health(), ErrorReason::kEngineFailed)) << group.health();
-  for (const size_t i : {size_t{0}, size_t{1}}) {
-    PreparedMicroBatch prepared(problems[i], heads.pointers, {});
-    EXPECT_EQ(group.Compute(prepared.micro_batch).status(), group.health());
-  }
-  EXPECT_EQ(heads.head().ApplyOptimizer(ReplicaStep(1)), group.health());
+  for (const Problem& problem : problems) EXPECT_EQ(heads.TryCompute(problem, {}).status(), group.health());
+  EXPECT_EQ(heads.head(0).ApplyOptimizer(ReplicaStep(1)), group.health());
   EXPECT_FALSE(group.AwaitEnd(1).ok());
 }
 

@@ -1,6 +1,7 @@
 #include "tests/unit/group/worker_threads.h"
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "absl/time/clock.h"
@@ -49,8 +50,8 @@ absl::StatusOr<std::unique_ptr<ThreadedGroup>> ThreadedGroup::Create(const Engin
 
 std::unique_ptr<ThreadedGroup> ThreadedGroup::Make(const EngineOptions& options, const group::EngineMaker& make_engine) {
   auto group = Create(options, make_engine);
-  EXPECT_OK(group);
-  return group.ok() ? *std::move(group) : nullptr;
+  if (!group.ok()) throw std::runtime_error(group.status().ToString());
+  return *std::move(group);
 }
 
 TestCall& WorkerThreads::Join(const group::WorkerOptions& options) {

@@ -126,7 +126,7 @@ TEST_F(UploadStoreTest, WhatMayBeRepeatedLeavesTheShadowAfterAWhileToo) {
   EXPECT_FALSE(Replace(head_, Request(*head_, "weight")));
   {
     const UploadRequest request = Request(*head_, "bias", HeadTensor::kBias);
-    ASSERT_OK_AND_ASSIGN(UploadStore::Lease lease, store_.Open(head, request));
+    ASSERT_OK_AND_ASSIGN(UploadStore::Lease lease, store_.Open(head_, request));
     EXPECT_OK(lease.Append(0, std::string(kBiasBytes, '\0')));
     ASSERT_OK_AND_ASSIGN(std::shared_ptr<const uint8_t> bytes, lease.Complete());
     engine_.control().FailNext("ZeroGradient", MakeError(ErrorReason::kShardNotReady, "a shard could not begin"));

@@ -1,5 +1,4 @@
 // The C ABI: a program in C that links nothing of ours but libheadwater_client.so, against the real server.
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <string>
@@ -8,7 +7,7 @@
 #include "headwater/client/client.h"
 #include "headwater/v1/loss_service.pb.h"
 #include "tests/e2e/cpp/support/child_process.h"
-#include "tests/e2e/cpp/support/loss_header.h"
+#include "tests/e2e/cpp/support/placed_call.h"
 #include "tests/e2e/cpp/support/server_process.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
 
@@ -24,10 +23,9 @@ constexpr int64_t kVocabSize = 50;
 TEST(ClientCApi, ProgramInC) {
   const ServerProcess server;
   Client client = server.Connect();
-  Head head = CreateHead(client, "h", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize},
-                         RandomFloats(1, kVocabSize * kHiddenSize, 1.0F));
+  Head head = CreateHead(client, "h", {.vocab_size = kVocabSize, .hidden_size = kHiddenSize});
   const std::vector<int32_t> targets = RandomTargets(2, kRows, kVocabSize);
-  v1::MicroBatchHeader header = CrossEntropyHeader(head, 0, 0, targets);
+  v1::MicroBatchHeader header = CrossEntropyHeader(head, targets);
   header.clear_micro_batch();  // the head is frozen
   header.mutable_terms(0)->mutable_head()->clear_step();
 

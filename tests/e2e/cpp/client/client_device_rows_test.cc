@@ -2,10 +2,7 @@
 // sent, or shared, is what the tensors hold, and nothing is copied into memory that others may use by then.
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cstring>
-#include <map>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -14,6 +11,7 @@
 #include "client/core/rows/memory/memory_paths.h"
 #include "headwater/client/client.h"
 #include "tests/e2e/cpp/support/fake_cuda_driver.h"
+#include "tests/e2e/cpp/support/placed_call.h"
 #include "tests/e2e/cpp/support/scripted_server.h"
 #include "tests/e2e/cpp/support/server_process.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
@@ -21,12 +19,8 @@
 namespace headwater::e2e {
 namespace {
 
-using namespace headwater::client;
-using client::internal::CallMemory;
-using client::internal::MakeChannel;
-using client::internal::MemoryPaths;
-using client::internal::Placement;
-using client::internal::Wait;
+using namespace client;
+using namespace client::internal;
 
 constexpr int64_t kHiddenSize = 4;
 
@@ -40,20 +34,6 @@ float* DeviceFloats(const std::vector<float>& values, bool exportable = false) {
 TEST(ClientDeviceRows, TensorsThatBeginAtOneAddressAreSentEachInFull) {
   constexpr int64_t kRows = 3000;
   ScriptedServer server;
-  std::map<int64_t, std::string> teacher_rows;  // by term
-  server.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
-    v1::ComputeLossRequest request;
-    v1::ComputeLossResponse response;
-    while (stream->Read(&request)) {
-      for (int i = 0; i < request.header().terms_size(); ++i) response.mutable_summary()->add_terms();
-      if (request.chunk().role() == v1::CHUNK_ROLE_TEACHER_HIDDEN) {
-        teacher_rows[request.chunk().term_index()] += request.chunk().data();
-      }
-    }
-    response.mutable_summary()->set_state(v1::CONTRIBUTION_STATE_COMMITTED);
-    stream->Write(response);
-    return grpc::Status::OK;
-  };
   ClientOptions options = {.transport = Transport::kGrpc};
   Client client = Value(Client::Connect(server.target(), options));
   Head head = Value(client.OpenHead("h"));
@@ -67,18 +47,16 @@ TEST(ClientDeviceRows, TensorsThatBeginAtOneAddressAreSentEachInFull) {
     term.loss = JsdOptions{};
     term.row_count = rows;
     term.teacher = teacher;
-    term.teacher_hidden.data = on_device;
-    term.teacher_hidden.row_count = rows;
-    term.teacher_hidden.hidden_size = kHiddenSize;
-    term.teacher_hidden.memory = Memory::kCuda;
+    term.teacher_hidden = {on_device, DataType::kFloat32, rows, kHiddenSize, Memory::kCuda};
   }
   MicroBatchOptions micro_batch = {.step = 0, .micro_batch = 0, .return_grad_hidden = false};
   Value(head.Multi(RowsView::Float32(hidden, kHiddenSize), terms, micro_batch).Get());
-  ASSERT_EQ(teacher_rows.size(), terms.size());
-  for (size_t i = 0; i < terms.size(); ++i) {
-    const size_t bytes = static_cast<size_t>(*terms[i].row_count * kHiddenSize) * sizeof(float);
+  auto sent = server.last().rows;
+  for (int i = 0; i < 3; ++i) {
+    const size_t bytes = static_cast<size_t>(*terms[static_cast<size_t>(i)].row_count * kHiddenSize) * sizeof(float);
     // Not by EXPECT_EQ, which would print them.
-    EXPECT_TRUE(teacher_rows[static_cast<int64_t>(i)] == std::string(reinterpret_cast<const char*>(values.data()), bytes)) << i;
+    EXPECT_TRUE((sent[{v1::CHUNK_ROLE_TEACHER_HIDDEN, i}]) == std::string(reinterpret_cast<const char*>(values.data()), bytes))
+        << i;
   }
   EXPECT_EQ(FakeCudaCopiesUnderWay(), 0);
 }
@@ -88,11 +66,9 @@ TEST(ClientDeviceRows, NoCopyIsUnderWayIntoRowsThatCouldNotBePlaced) {
   const auto paths = MemoryPaths::Create(server.target(), MakeChannel(server.target(), {}), {}, {});
   const std::vector<float> values = RandomFloats(2, 1000 * kHiddenSize, 1.0F);
   const auto bytes = static_cast<int64_t>(values.size() * sizeof(float));
-  CallMemory rows = {.rows = FloatsAt(DeviceFloats(values), bytes, client::Memory::kCuda)};
-  for (int i = 0; i < 2; ++i) rows.teachers.push_back(FloatsAt(DeviceFloats(values), bytes, client::Memory::kCuda));
-  const auto place = [&] {
-    return paths->Place(rows, "", Transport::kSharedMemory, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}});
-  };
+  CallMemory rows = {.rows = FloatsAt(DeviceFloats(values), bytes, Memory::kCuda)};
+  for (int i = 0; i < 2; ++i) rows.teachers.push_back(FloatsAt(DeviceFloats(values), bytes, Memory::kCuda));
+  const auto place = [&] { return paths->Place(rows, "", Transport::kSharedMemory, SoonEnough()); };
   FakeCudaFailCopyAfter(2);
   EXPECT_EQ(place().status().message(), "cuMemcpyAsync failed: CUDA_ERROR_LAUNCH_FAILED");
   EXPECT_EQ(FakeCudaCopiesUnderWay(), 0);
@@ -108,8 +84,8 @@ TEST(ClientDeviceRows, WhatACallLeavesUncopiedDoesNotComeOverTheRowsOfTheNextOne
   const auto paths = MemoryPaths::Create(server.target(), MakeChannel(server.target(), {}), {}, {});
   constexpr int64_t kFloats = 1000 * kHiddenSize;
   const auto place = [&](const float* data, void* stream) {
-    CallMemory rows = {.rows = FloatsAt(data, kFloats * int64_t{sizeof(float)}, client::Memory::kCuda), .cuda_stream = stream};
-    return Value(paths->Place(rows, "", Transport::kCudaIpc, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}}));
+    CallMemory rows = {.rows = FloatsAt(data, kFloats * int64_t{sizeof(float)}, Memory::kCuda), .cuda_stream = stream};
+    return Value(paths->Place(rows, "", Transport::kCudaIpc, SoonEnough()));
   };
   int streams[2];  // whose addresses name them
   std::optional<Placement> given_up = place(DeviceFloats(std::vector<float>(kFloats, 0.5F)), &streams[0]);
@@ -137,12 +113,11 @@ TEST(ClientDeviceRows, PrivateMemoryIsCopiedAndNeverExported) {
   const auto paths = MemoryPaths::Create(server.target(), MakeChannel(server.target(), {}), {}, {});
   const std::vector<float> values = RandomFloats(4, 1000 * kHiddenSize, 1.0F);
   const auto bytes = static_cast<int64_t>(values.size() * sizeof(float));
-  for (const client::Memory memory : {client::Memory::kCuda, client::Memory::kCudaPrivate}) {
+  for (const Memory memory : {Memory::kCuda, Memory::kCudaPrivate}) {
     float* const hidden = DeviceFloats(values, /*exportable=*/true);
     float* const grad = DeviceFloats(values, /*exportable=*/true);
     CallMemory rows = {.rows = FloatsAt(hidden, bytes, memory), .result = FloatsAt(grad, bytes, memory)};
-    Placement placement =
-        Value(paths->Place(rows, "", Transport::kAuto, Wait{std::chrono::system_clock::now() + std::chrono::minutes(1), {}}));
+    Placement placement = Value(paths->Place(rows, "", Transport::kAuto, SoonEnough()));
     EXPECT_EQ(placement.path(), Transport::kCudaIpc);
     EXPECT_EQ(placement.why_not_better(), "");
     const auto shared = [&](const v1::SharedRows& placed) {
@@ -153,8 +128,8 @@ TEST(ClientDeviceRows, PrivateMemoryIsCopiedAndNeverExported) {
     FakeCudaRun(nullptr);  // the legacy default stream
     float* const shared_hidden = shared(placement.reads()[0].shared);
     float* const shared_grad = shared(placement.write()->shared);
-    EXPECT_EQ(shared_hidden == hidden, memory == client::Memory::kCuda);
-    EXPECT_EQ(shared_grad == grad, memory == client::Memory::kCuda);
+    EXPECT_EQ(shared_hidden == hidden, memory == Memory::kCuda);
+    EXPECT_EQ(shared_grad == grad, memory == Memory::kCuda);
     EXPECT_TRUE(std::memcmp(shared_hidden, values.data(), values.size() * sizeof(float)) == 0);
     shared_grad[0] = 7;  // as the server does
     ASSERT_TRUE(placement.Finish().ok());

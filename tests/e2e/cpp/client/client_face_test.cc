@@ -1,5 +1,7 @@
 // The typed C++ client: extreme and invalid arguments, targets, a micro-batch of several terms, and servers that break off, refuse,
-// stall or answer nonsense. tests/e2e/protocol has retries, sessions and recovery.
+// stall or answer nonsense; and contributions that a caller has abandoned, which the core discards before their step is sealed.
+// tests/e2e/protocol has retries, sessions and recovery.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -7,6 +9,8 @@
 #include <chrono>
 #include <future>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -14,15 +18,18 @@
 #include <vector>
 
 #include "client/core/call/retry.h"
+#include "client/core/core.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
+#include "headwater/client/future.h"
 #include "tests/e2e/cpp/support/scripted_server.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
 namespace {
 
-using namespace headwater::client;
+using namespace client;
+using namespace client::internal;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
@@ -34,25 +41,6 @@ ClientOptions Quick(int max_attempts) {
 }
 
 grpc::Status Unavailable() { return grpc::Status(grpc::StatusCode::UNAVAILABLE, "gone"); }
-
-// Reads everything; the header.
-v1::MicroBatchHeader ReadAll(ScriptedServer::LossStream* stream) {
-  v1::MicroBatchHeader header;
-  v1::ComputeLossRequest request;
-  while (stream->Read(&request)) {
-    if (request.has_header()) header = request.header();
-  }
-  return header;
-}
-
-// A well-formed answer without gradient rows.
-void Answer(ScriptedServer::LossStream* stream, const v1::MicroBatchHeader& header) {
-  v1::ComputeLossResponse response;
-  for (int i = 0; i < header.terms_size(); ++i) response.mutable_summary()->add_terms();
-  response.mutable_summary()->set_state(header.commit_mode() == v1::COMMIT_MODE_EXPLICIT ? v1::CONTRIBUTION_STATE_STAGED
-                                                                                         : v1::CONTRIBUTION_STATE_COMMITTED);
-  stream->Write(response);
-}
 
 class ClientFace : public testing::Test {
  protected:
@@ -78,10 +66,9 @@ class ClientFace : public testing::Test {
 TEST_F(ClientFace, LongestTimeoutsDoNotOverflow) {
   std::promise<void> answer;
   server_.compute_loss = [&answer](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
-    const v1::MicroBatchHeader header = ReadAll(stream);
+    const v1::MicroBatchHeader header = ScriptedServer::ReadAll(stream).header;
     answer.get_future().wait();
-    Answer(stream, header);
-    return grpc::Status::OK;
+    return ScriptedServer::Answer(stream, header);
   };
   ClientOptions options = Quick(1);
   options.timeout = options.connect_timeout = milliseconds::max();
@@ -99,20 +86,18 @@ TEST_F(ClientFace, LongestTimeoutsDoNotOverflow) {
 TEST_F(ClientFace, LongestBackOffsDoNotOverflow) {
   const absl::Status gone = absl::UnavailableError("gone");
   // No test waits for them: this is what a call would wait for.
-  const auto never = std::chrono::system_clock::now() + 3 * client::internal::kLongestTimeout;
-  for (const milliseconds longest :
-       {milliseconds::max(), milliseconds::max() / 2, milliseconds(client::internal::kLongestTimeout)}) {
+  const auto never = std::chrono::system_clock::now() + 3 * kLongestTimeout;
+  for (const milliseconds longest : {milliseconds::max(), milliseconds::max() / 2, milliseconds(kLongestTimeout)}) {
     for (const milliseconds initial : {longest, milliseconds(1)}) {
       SCOPED_TRACE(testing::Message() << initial.count() << " to " << longest.count());
-      client::internal::RetryState state({.max_attempts = 99, .initial_backoff = initial, .max_backoff = longest}, never,
-                                         client::internal::Repeat::kSafe);
-      std::chrono::nanoseconds least = std::min<milliseconds>(initial, milliseconds(client::internal::kLongestTimeout));
+      RetryState state({.max_attempts = 99, .initial_backoff = initial, .max_backoff = longest}, never, Repeat::kSafe);
+      std::chrono::nanoseconds least = std::min<milliseconds>(initial, milliseconds(kLongestTimeout));
       for (int i = 0; i < 80; ++i) {
         const auto delay = state.AfterFailure(gone);
         ASSERT_TRUE(delay.has_value());
         EXPECT_GE(*delay, least / 2);
-        EXPECT_LE(*delay, client::internal::kLongestTimeout);
-        least = std::min<std::chrono::nanoseconds>(2 * least, client::internal::kLongestTimeout);
+        EXPECT_LE(*delay, kLongestTimeout);
+        least = std::min<std::chrono::nanoseconds>(2 * least, kLongestTimeout);
       }
     }
   }
@@ -136,14 +121,13 @@ TEST_F(ClientFace, SixteenMicroBatchesAreUnderWayAndOtherCallsDoNotWaitForThem) 
   std::atomic<bool> held = true;
   std::atomic<int> under_way = 0, most = 0;
   server_.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
-    const v1::MicroBatchHeader header = ReadAll(stream);
+    const v1::MicroBatchHeader header = ScriptedServer::ReadAll(stream).header;
     const int now = ++under_way;
     for (int known = most; now > known && !most.compare_exchange_weak(known, now);) {
     }
     while (held) std::this_thread::sleep_for(milliseconds(1));
     --under_way;
-    Answer(stream, header);
-    return grpc::Status::OK;
+    return ScriptedServer::Answer(stream, header);
   };
   Connect(Quick(2));
   std::vector<Future<LossResult>> losses;
@@ -156,53 +140,38 @@ TEST_F(ClientFace, SixteenMicroBatchesAreUnderWayAndOtherCallsDoNotWaitForThem) 
   held = false;
   for (size_t i = 0; i < 39; ++i) EXPECT_TRUE(losses[i].Get().ok()) << i;
   EXPECT_EQ(most, 16);
-  EXPECT_EQ(server_.CallsOf("ComputeLoss").size(), 39U);
+  EXPECT_EQ(server_.PeersOf("ComputeLoss").size(), 39U);
 }
 
 TEST_F(ClientFace, SeveralTermsUploadTheRowsOnce) {
   Connect(Quick(1));
   Head other = Value(client_->OpenHead("other"));
   Head teacher = Value(client_->OpenHead("teacher"));
-  v1::MicroBatchHeader header;
-  int64_t hidden_bytes = 0;
-  int64_t teacher_bytes = 0;
-  server_.compute_loss = [&](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
-    v1::ComputeLossRequest request;
-    while (stream->Read(&request)) {
-      if (request.has_header()) header = request.header();
-      const bool is_hidden = request.chunk().role() == v1::CHUNK_ROLE_HIDDEN;
-      (is_hidden ? hidden_bytes : teacher_bytes) += static_cast<int64_t>(request.chunk().data().size());
-      if (request.chunk().role() == v1::CHUNK_ROLE_TEACHER_HIDDEN) {
-        EXPECT_EQ(request.chunk().term_index(), 1);
-      }
-    }
-    Answer(stream, header);
-    return grpc::Status::OK;
-  };
   v1::CommitMicroBatchRequest commit;
   server_.commit = [&commit](const v1::CommitMicroBatchRequest& request) {
     commit = request;
     return grpc::Status::OK;
   };
   const std::vector<float> teacher_rows(kHiddenSize, 1.0F);
-  std::vector<LossTerm> terms(3);
-  terms[0].targets = targets_;
-  terms[1].loss = JsdOptions{.beta = 0.25};
-  terms[1].head = other;
-  terms[1].step = 3;
-  terms[1].row_start = 1;
-  terms[1].row_count = 1;
-  terms[1].teacher = teacher;
-  terms[1].teacher_hidden = RowsView::Float32(teacher_rows, kHiddenSize);
-  terms[2].targets = targets_;
-  terms[2].loss_scale = 0.5;
+  std::vector<LossTerm> terms = {{.targets = targets_},
+                                 {.loss = JsdOptions{.beta = 0.25},
+                                  .head = other,
+                                  .step = 3,
+                                  .row_start = 1,
+                                  .row_count = 1,
+                                  .teacher = teacher,
+                                  .teacher_hidden = RowsView::Float32(teacher_rows, kHiddenSize)},
+                                 {.targets = targets_, .loss_scale = 0.5}};
   MicroBatchOptions options = Options(4, CommitMode::kExplicit);
   options.late_token_factors = true;
   options.allow_held = true;
   const MultiResult result = Value(head_->Multi(RowsView::Float32(rows_, kHiddenSize), terms, options).Get());
   EXPECT_EQ(result.terms.size(), 3u);
-  EXPECT_EQ(hidden_bytes, static_cast<int64_t>(rows_.size() * sizeof(float)));
-  EXPECT_EQ(teacher_bytes, static_cast<int64_t>(teacher_rows.size() * sizeof(float)));
+  const auto& [header, rows] = server_.last();
+  EXPECT_THAT(rows, testing::UnorderedElementsAre(
+                        testing::Pair(testing::Pair(v1::CHUNK_ROLE_HIDDEN, 0), testing::SizeIs(rows_.size() * sizeof(float))),
+                        testing::Pair(testing::Pair(v1::CHUNK_ROLE_TEACHER_HIDDEN, 1),
+                                      testing::SizeIs(teacher_rows.size() * sizeof(float)))));
   EXPECT_TRUE(header.late_token_factors());
   EXPECT_TRUE(header.allow_held());
   ASSERT_EQ(header.terms_size(), 3);
@@ -230,18 +199,13 @@ TEST_F(ClientFace, SeveralTermsUploadTheRowsOnce) {
 }
 
 TEST_F(ClientFace, TopKTeacherArrives) {
-  v1::MicroBatchHeader header;
-  server_.compute_loss = [&header](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
-    header = ReadAll(stream);
-    Answer(stream, header);
-    return grpc::Status::OK;
-  };
   Connect(Quick(1));
   const std::vector<int32_t> ids = {4, 1, 7, -1, 0, 2};
   const std::vector<float> log_probs = {-1, -2, -3, 0, -1, -2};
   const RowsView rows = RowsView::Float32(rows_, kHiddenSize);
   Value(
       head_->Jsd(rows, {.k = 3, .ids = ids, .log_probs = log_probs}, {}, {.beta = 0, .student_temperature = 2}, Options(0)).Get());
+  const v1::MicroBatchHeader header = server_.last().header;
   ASSERT_EQ(header.terms_size(), 1);
   const v1::LossTerm& term = header.terms(0);
   EXPECT_TRUE(term.jensen_shannon().has_beta());
@@ -269,7 +233,7 @@ TEST_F(ClientFace, TopKTeacherArrives) {
 TEST_F(ClientFace, FactorsAndOptionsOfACrossEntropyArriveAndItsOutputsReturn) {
   v1::MicroBatchHeader header;
   server_.compute_loss = [&header](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
-    header = ReadAll(stream);
+    header = ScriptedServer::ReadAll(stream).header;
     v1::ComputeLossResponse response;
     v1::LossTermResult& term = *response.mutable_summary()->add_terms();
     for (auto [tensor, value] : {std::pair(term.mutable_mean_logits(), 0.5F), {term.mutable_log_sum_sq_probs(), -2.0F}}) {
@@ -435,9 +399,7 @@ class ClientProtocol : public ClientFace {
   }
   void AnswerWith(std::vector<v1::ComputeLossResponse> responses) {
     server_.compute_loss = [responses](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
-      v1::ComputeLossRequest request;
-      while (stream->Read(&request)) {
-      }
+      ScriptedServer::ReadAll(stream);
       for (const v1::ComputeLossResponse& response : responses) stream->Write(response);
       return grpc::Status::OK;
     };
@@ -577,6 +539,83 @@ TEST_F(ClientProtocol, HeadOfImpossibleSizesIsAnError) {
     EXPECT_EQ(ErrorReason(client_->CreateHead("h", HeadSpec()).status()), "INTERNAL");
     EXPECT_EQ(ErrorReason(client_->AttachHead("h", HeadSpec()).status()), "INTERNAL");
   }
+}
+
+// ---- what the core does beside its typed faces: contributions that a caller has abandoned --------------------------------
+
+// A core, and a server that notes what it is asked to do.
+class ClientCore : public testing::Test {
+ protected:
+  ClientCore() {
+    server_.discard = [this](const v1::DiscardMicroBatchRequest& request) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      noted_.push_back("discard " + std::to_string(request.micro_batch()));
+      return discard_status_;
+    };
+    server_.seal = [this](const v1::SealStepRequest&) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      noted_.push_back("seal");
+      return grpc::Status::OK;
+    };
+    core_ = *Core::Open(server_.target(), Quick(2));
+  }
+
+  static v1::HeadStep Step() {
+    v1::HeadStep step;
+    step.set_head("tenants/default/heads/h");
+    step.set_head_epoch(std::string(16, 'e'));
+    step.set_step(0);
+    return step;
+  }
+  static v1::DiscardMicroBatchRequest Discard(int64_t micro_batch) {
+    v1::DiscardMicroBatchRequest request;
+    *request.add_heads() = Step();
+    request.set_micro_batch(micro_batch);
+    return request;
+  }
+  absl::Status Seal() {
+    auto request = std::make_unique<v1::SealStepRequest>();
+    *request->mutable_head() = Step();
+    const auto state = std::make_shared<FutureState<Answer>>();
+    const auto call = core_->NewCall(core_->MakeRequest(std::move(request), {}, DeadlineIn(seconds(20))),
+                                     [state](absl::StatusOr<Answer> answer) { state->Set(std::move(answer)); });
+    call->Start();
+    return state->Take().status();
+  }
+  void AnswerDiscards(const grpc::Status& status) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    discard_status_ = status;
+  }
+  std::vector<std::string> noted() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return noted_;
+  }
+
+  ScriptedServer server_;
+  std::mutex mutex_;
+  grpc::Status discard_status_;
+  std::vector<std::string> noted_;
+  std::shared_ptr<Core> core_;
+};
+
+TEST_F(ClientCore, ASealWaitsUntilWhatWasAbandonedIsDiscarded) {
+  core_->abandoned().Add(Discard(3));
+  core_->abandoned().Add(Discard(4));
+  EXPECT_TRUE(Seal().ok());
+  EXPECT_THAT(noted(), testing::ElementsAre("discard 3", "discard 4", "seal"));
+}
+
+TEST_F(ClientCore, WhatCouldNotBeDiscardedIsTriedOnceMoreByWhoWaitsForIt) {
+  AnswerDiscards(ErrorWithReason(grpc::StatusCode::RESOURCE_EXHAUSTED, "QUOTA_EXCEEDED"));
+  core_->abandoned().Add(Discard(3));
+  while (noted().empty() || core_->abandoned().Mark(Discard(3)) == 1) std::this_thread::sleep_for(milliseconds(5));
+  EXPECT_TRUE(Seal().ok());
+  EXPECT_EQ(noted().back(), "seal");
+  EXPECT_GE(noted().size(), 3U);
+  // What is gone by itself is not tried again.
+  AnswerDiscards(ErrorWithReason(grpc::StatusCode::FAILED_PRECONDITION, "STEP_MISMATCH"));
+  EXPECT_TRUE(Seal().ok());
+  EXPECT_EQ(core_->abandoned().Mark(Discard(3)), -1);
 }
 
 }  // namespace

@@ -16,7 +16,6 @@
 #include <thread>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "client/core/rows/memory/copy_threads.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
@@ -72,19 +71,13 @@ class ClientShortage : public testing::Test {
     std::thread([] {}).join();
     learning = false;
     server_.compute_loss = [this](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
-      v1::ComputeLossRequest request;
-      while (stream->Read(&request)) {
-      }
+      const v1::MicroBatchHeader header = ScriptedServer::ReadAll(stream).header;
       refused_bytes = refused_after_reading_.load();  // the server, which reads into memory of that size, is this process
       const auto state = server_.WithState([](const ScriptedServer::State& current) { return current; });
       if (state.head_state == v1::HEAD_STATE_RESTORED) {
         return ErrorWithReason(grpc::StatusCode::ABORTED, "STEP_LOST", 0, {{"restoredStep", "0"}, {"checkpoint", "newest"}});
       }
-      v1::ComputeLossResponse response;
-      response.mutable_summary()->add_terms();
-      response.mutable_summary()->set_state(v1::CONTRIBUTION_STATE_COMMITTED);
-      stream->Write(response);
-      return grpc::Status::OK;
+      return ScriptedServer::Answer(stream, header);
     };
     Connect();
   }

@@ -6,10 +6,18 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <cstdint>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <future>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <new>
+#include <set>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -18,7 +26,6 @@
 #include "client/core/rows/transfer/transfer_call.h"
 #include "headwater/client/client.h"
 #include "headwater/client/error.h"
-#include "tests/e2e/cpp/client/client_stripe_double.h"
 #include "tests/e2e/cpp/support/await.h"
 #include "tests/e2e/cpp/support/scripted_server.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
@@ -26,18 +33,281 @@
 namespace headwater::e2e {
 namespace {
 
-using namespace headwater::client;
-using client::internal::ConnectionLease;
-using client::internal::DataConnection;
-using client::internal::DelayedTasks;
-using client::internal::OutgoingRows;
-using client::internal::TransferCall;
-using client::internal::TransferRequest;
-using client::internal::TransferResult;
+using namespace client;
+using namespace client::internal;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
 using testing::SizeIs;
+
+// The server's side of a micro-batch that comes on several streams, as a test bends it. It checks the wire: what it gets is decoded
+// by protobuf, and every rule of loss_service.proto that a client can break fails the test here. Rows are float32. The gradient of
+// a row is the row itself with the sign of every element changed.
+class StripeDouble {
+ public:
+  // Where a stream is when the test is asked what happens to it.
+  enum class Phase { kHeader, kChunk, kAllRows, kGradChunk, kEnd };
+  struct Moment {
+    int stream = 0;  // 0: the primary one
+    Phase phase = Phase::kHeader;
+    int64_t attempt = 0;
+    grpc::ServerContext* context = nullptr;
+  };
+  // A run of gradient rows on a stream.
+  struct GradRun {
+    int stream = 0;
+    int64_t row_start = 0;
+    int64_t row_count = 0;
+  };
+  // An attempt to submit the micro-batch.
+  struct Attempt {
+    int stream_count() const { return std::max(1, header.stripe_count()); }
+
+    v1::MicroBatchHeader header;
+    std::set<int> streams;                // that have come
+    std::vector<int64_t> rows_by_stream;  // received
+    std::set<std::string> peers;
+  };
+
+  // Takes over the server's ComputeLoss and TransferRows.
+  StripeDouble(ScriptedServer& server, int64_t max_stripes) {
+    server.WithState([max_stripes](ScriptedServer::State& state) { state.max_stripes = max_stripes; });
+    server.compute_loss = [this](grpc::ServerContext* context, ScriptedServer::LossStream* stream) {
+      const std::shared_lock<std::shared_timed_mutex> served(serving_);
+      return Primary(context, stream);
+    };
+    server.transfer_rows = [this](grpc::ServerContext* context, ScriptedServer::TransferStream* stream) {
+      const std::shared_lock<std::shared_timed_mutex> served(serving_);
+      return Stripe(context, stream);
+    };
+  }
+  // Waits for the streams that it serves; their clients must be gone.
+  ~StripeDouble() { SetAt(nullptr); }
+
+  // Not OK: the stream ends so, and the other streams of the attempt with STRIPE_LOST, as far as the server has heard of them. May
+  // wait; thread-safe.
+  using At = std::function<grpc::Status(const Moment&)>;
+  // The gradient's way back; null: chunks of 256 KiB on the streams in turn.
+  using Plan = std::function<std::vector<GradRun>(int streams, int64_t row_count)>;
+  // For the calls to come. Wait for the streams of those that have ended for their client, which may still use what was set before.
+  void SetAt(At at) {
+    const std::unique_lock<std::shared_timed_mutex> lock(serving_, std::chrono::seconds(60));
+    EXPECT_TRUE(lock.owns_lock()) << "streams did not end";
+    at_ = std::move(at);
+  }
+  void SetPlan(Plan plan) {
+    const std::unique_lock<std::shared_timed_mutex> lock(serving_, std::chrono::seconds(60));
+    EXPECT_TRUE(lock.owns_lock()) << "streams did not end";
+    plan_ = std::move(plan);
+  }
+
+  // The attempt that came last.
+  Attempt last() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return *last_;
+  }
+  int attempts() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return attempts_;
+  }
+
+  // Blocks until the call is cancelled; CANCELLED.
+  static grpc::Status Stall(grpc::ServerContext* context) {
+    while (!context->IsCancelled()) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    return grpc::Status::CANCELLED;
+  }
+
+ private:
+  static constexpr int64_t kGradChunkBytes = 256 << 10;
+  static constexpr std::chrono::seconds kPatience{60};
+
+  struct Transfer : Attempt {
+    bool has_header = false;
+    std::string rows;  // hidden, [row_count, hidden_size] float32
+    std::vector<bool> taken;
+    int64_t missing = 0;
+    int ended = 0;  // streams that have sent all their gradients
+    bool broken = false;
+  };
+
+  std::shared_ptr<Transfer> TransferOf(const std::string& id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::shared_ptr<Transfer>& transfer = transfers_[id];
+    if (transfer == nullptr) transfer = std::make_shared<Transfer>();
+    return transfer;
+  }
+  grpc::Status Ask(Transfer& transfer, const Moment& moment) {
+    grpc::Status status = at_ ? at_(moment) : grpc::Status::OK;
+    if (status.ok()) return status;
+    std::lock_guard<std::mutex> lock(mutex_);
+    transfer.broken = true;
+    changed_.notify_all();
+    return status;
+  }
+
+  grpc::Status Primary(grpc::ServerContext* context, ScriptedServer::LossStream* stream) {
+    v1::ComputeLossRequest request;
+    if (!stream->Read(&request) || !request.has_header()) {
+      ADD_FAILURE() << "no header comes first";
+      return grpc::Status::OK;
+    }
+    const v1::MicroBatchHeader& header = request.header();
+    EXPECT_NE(header.stripe_count(), 1);
+    EXPECT_GE(header.stripe_count(), 0);
+    EXPECT_EQ(header.stripe_count() > 1, header.transfer_id().size() == 16) << header.transfer_id().size();
+    const std::shared_ptr<Transfer> transfer =
+        header.transfer_id().empty() ? std::make_shared<Transfer>() : TransferOf(header.transfer_id());
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      EXPECT_FALSE(transfer->has_header) << "a transfer_id was used twice";
+      transfer->header = header;
+      transfer->rows.resize(static_cast<size_t>(header.row_count() * header.hidden_size() * 4));
+      transfer->taken.resize(static_cast<size_t>(header.row_count()));
+      transfer->missing = header.row_count();
+      transfer->rows_by_stream.resize(static_cast<size_t>(transfer->stream_count()));
+      transfer->has_header = true;
+      last_ = transfer;
+      ++attempts_;
+      changed_.notify_all();
+    }
+    grpc::Status status = Serve<v1::ComputeLossRequest, v1::ComputeLossResponse>(*transfer, 0, context, stream);
+    if (!status.ok()) return status;
+    v1::ComputeLossResponse response;
+    for (int i = 0; i < header.terms_size(); ++i) response.mutable_summary()->add_terms();
+    response.mutable_summary()->set_state(v1::CONTRIBUTION_STATE_COMMITTED);
+    response.mutable_summary()->set_transport("grpc");
+    stream->Write(response);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Stripe(grpc::ServerContext* context, ScriptedServer::TransferStream* stream) {
+    v1::TransferRowsRequest request;
+    if (!stream->Read(&request)) return grpc::Status::OK;  // cancelled before anything came
+    if (!request.has_header() || request.header().transfer_id().size() != 16) {
+      ADD_FAILURE() << "no header comes first on a stripe";
+      return grpc::Status::OK;
+    }
+    const int index = request.header().stripe_index();
+    const std::shared_ptr<Transfer> transfer = TransferOf(request.header().transfer_id());
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait_for(lock, kPatience, [&] { return transfer->has_header || context->IsCancelled(); });
+      if (!transfer->has_header) return ErrorWithReason(grpc::StatusCode::NOT_FOUND, "TRANSFER_NOT_FOUND");
+      EXPECT_TRUE(index >= 1 && index < transfer->stream_count()) << index;
+    }
+    return Serve<v1::TransferRowsRequest, v1::TransferRowsResponse>(*transfer, index, context, stream);
+  }
+
+  void TakeChunk(Transfer& transfer, int stream, const v1::RowChunk& chunk) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    EXPECT_EQ(chunk.role(), v1::CHUNK_ROLE_HIDDEN);
+    EXPECT_EQ(chunk.term_index(), 0);
+    const int64_t row_bytes = transfer.header.hidden_size() * 4;
+    const int64_t row_end = chunk.row_start() + chunk.row_count();
+    if (chunk.row_count() < 1 || chunk.row_start() < 0 || row_end > transfer.header.row_count() ||
+        static_cast<int64_t>(chunk.data().size()) != chunk.row_count() * row_bytes) {
+      ADD_FAILURE() << "rows [" << chunk.row_start() << ", " << row_end << ") in " << chunk.data().size() << " bytes";
+      return;
+    }
+    for (int64_t row = chunk.row_start(); row < row_end; ++row) {
+      EXPECT_FALSE(transfer.taken[static_cast<size_t>(row)]) << "row " << row << " came twice";
+      transfer.taken[static_cast<size_t>(row)] = true;
+    }
+    transfer.missing -= chunk.row_count();
+    transfer.rows_by_stream[static_cast<size_t>(stream)] += chunk.row_count();
+    std::memcpy(transfer.rows.data() + chunk.row_start() * row_bytes, chunk.data().data(), chunk.data().size());
+    changed_.notify_all();
+  }
+
+  std::vector<GradRun> PlanOf(const Transfer& transfer) const {
+    const int streams = transfer.stream_count();
+    const int64_t row_count = transfer.header.row_count();
+    if (plan_) return plan_(streams, row_count);
+    std::vector<GradRun> runs;
+    const int64_t rows = std::max<int64_t>(1, kGradChunkBytes / (transfer.header.hidden_size() * 4));
+    for (int64_t start = 0; start < row_count; start += rows) {
+      runs.push_back({static_cast<int>(runs.size()) % streams, start, std::min(rows, row_count - start)});
+    }
+    return runs;
+  }
+  // The gradient of a run's rows; zeros for those that there are not.
+  static std::string GradOf(const Transfer& transfer, const GradRun& run) {
+    const int64_t row_bytes = transfer.header.hidden_size() * 4;
+    const int64_t from = std::min(run.row_start, transfer.header.row_count());
+    const int64_t to = std::min(run.row_start + run.row_count, transfer.header.row_count());
+    std::string data(static_cast<size_t>(run.row_count * row_bytes), '\0');
+    std::memcpy(data.data(), transfer.rows.data() + from * row_bytes, static_cast<size_t>((to - from) * row_bytes));
+    for (size_t i = 3; i < data.size(); i += 4) data[i] = static_cast<char>(data[i] ^ 0x80);
+    return data;
+  }
+
+  // Reads rows, waits for those of the other streams, sends gradients.
+  template <typename Request, typename Response, typename Stream>
+  grpc::Status Serve(Transfer& transfer, int stream, grpc::ServerContext* context, Stream* rpc) {
+    const grpc::Status lost = ErrorWithReason(grpc::StatusCode::ABORTED, "STRIPE_LOST");
+    Moment moment{stream, Phase::kHeader, transfer.header.attempt(), context};
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      EXPECT_TRUE(transfer.streams.insert(stream).second) << "stream " << stream << " came twice";
+      transfer.peers.insert(context->peer());
+    }
+    if (grpc::Status status = Ask(transfer, moment); !status.ok()) return status;
+    Request request;
+    moment.phase = Phase::kChunk;
+    while (rpc->Read(&request)) {
+      EXPECT_TRUE(!request.has_header() && request.has_chunk()) << "a message that is no chunk";
+      TakeChunk(transfer, stream, request.chunk());
+      if (grpc::Status status = Ask(transfer, moment); !status.ok()) return status;
+    }
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      const auto deadline = std::chrono::steady_clock::now() + kPatience;
+      while (transfer.missing > 0 && !transfer.broken && !context->IsCancelled()) {
+        changed_.wait_for(lock, std::chrono::milliseconds(2));
+        if (std::chrono::steady_clock::now() < deadline) continue;
+        ADD_FAILURE() << transfer.missing << " rows never came";
+        transfer.broken = true;
+      }
+      if (transfer.missing > 0) {
+        transfer.broken = true;
+        return lost;
+      }
+    }
+    moment.phase = Phase::kAllRows;
+    if (grpc::Status status = Ask(transfer, moment); !status.ok()) return status;
+    moment.phase = Phase::kGradChunk;
+    for (const GradRun& run : transfer.header.return_grad_hidden() ? PlanOf(transfer) : std::vector<GradRun>()) {
+      if (run.stream != stream) continue;
+      Response response;
+      response.mutable_chunk()->set_role(v1::CHUNK_ROLE_GRAD_HIDDEN);
+      response.mutable_chunk()->set_row_start(run.row_start);
+      response.mutable_chunk()->set_row_count(run.row_count);
+      response.mutable_chunk()->set_data(GradOf(transfer, run));
+      if (!rpc->Write(response)) break;
+      if (grpc::Status status = Ask(transfer, moment); !status.ok()) return status;
+    }
+    moment.phase = Phase::kEnd;
+    if (grpc::Status status = Ask(transfer, moment); !status.ok()) return status;
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++transfer.ended;
+    changed_.notify_all();
+    // The summary comes after the last chunk of any stream, and the streams end with it.
+    while (transfer.ended < transfer.stream_count() && !transfer.broken && !context->IsCancelled()) {
+      changed_.wait_for(lock, std::chrono::milliseconds(2));
+    }
+    return transfer.broken ? lost : grpc::Status::OK;
+  }
+
+  std::shared_timed_mutex serving_;  // held by each stream that is served; what it may read changes only while none is
+  At at_;
+  Plan plan_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::shared_ptr<Transfer>> transfers_;
+  std::shared_ptr<Transfer> last_;
+  int attempts_ = 0;
+};
+
 using Phase = StripeDouble::Phase;
 using Moment = StripeDouble::Moment;
 
@@ -79,27 +349,30 @@ class ClientTransfer : public testing::Test {
   }
 
   void Connect(int max_attempts = 1, int stripes = 8) {
-    ClientOptions options = {
-        .retry = {.max_attempts = max_attempts, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(2)},
-        .transport = Transport::kGrpc,
-        .stripes = stripes};
+    Connect({.retry = {.max_attempts = max_attempts, .initial_backoff = milliseconds(1), .max_backoff = milliseconds(2)},
+             .transport = Transport::kGrpc,
+             .stripes = stripes});
+  }
+  void Connect(const ClientOptions& options) {
     client_.emplace(Value(Client::Connect(server_.target(), options)));
     head_.emplace(Value(client_->OpenHead("h")));
   }
 
-  Future<LossResult> Submit(int64_t row_count = kRows, const CallOptions& call = {}) {
+  Future<LossResult> Submit(int64_t row_count = kRows, const CallOptions& call = {}) { return SubmitTo(grad_, row_count, call); }
+  Future<LossResult> SubmitTo(Pages& grad, int64_t row_count = kRows, const CallOptions& call = {}) {
     const std::vector<int32_t> targets(static_cast<size_t>(row_count), 1);
     RowsView view = {.data = rows_.floats(), .row_count = row_count, .hidden_size = kHiddenSize};
     MicroBatchOptions options = {.step = 0};
     options.micro_batch = next_micro_batch_++;  // one that is known begins with the attempt that it has come to
-    options.grad_hidden = grad_.span().subspan(0, static_cast<size_t>(row_count * kRowBytes));
+    options.grad_hidden = grad.span().subspan(0, static_cast<size_t>(row_count * kRowBytes));
     std::fill(options.grad_hidden.begin(), options.grad_hidden.end(), static_cast<unsigned char>(0xee));
     return head_->CrossEntropy(view, targets, {}, options, call);
   }
 
-  void ExpectGradients(int64_t row_count = kRows) {
+  void ExpectGradients(int64_t row_count = kRows) { ExpectGradientsIn(grad_, row_count); }
+  void ExpectGradientsIn(Pages& grad, int64_t row_count = kRows) {
     for (int64_t i = 0; i < row_count * kHiddenSize; ++i) {
-      if (grad_.floats()[i] != -rows_.floats()[i]) {
+      if (grad.floats()[i] != -rows_.floats()[i]) {
         FAIL() << "row " << i / kHiddenSize << " of the gradient is wrong";
       }
     }
@@ -271,10 +544,10 @@ TEST_F(ClientTransfer, ServerThatRefusesStripesGetsOneStream) {
   Value(Submit().Get());
   ExpectGradients();
   EXPECT_THAT(double_.last().streams, SizeIs(1));
-  const size_t refusals = server_.CallsOf("TransferRows").size();
+  const size_t refusals = server_.PeersOf("TransferRows").size();
   EXPECT_GT(refusals, 0u);
   Value(Submit().Get());
-  EXPECT_EQ(server_.CallsOf("TransferRows").size(), refusals) << "it was asked again";
+  EXPECT_EQ(server_.PeersOf("TransferRows").size(), refusals) << "it was asked again";
 }
 
 // Calls that get to where `stream` is at `phase`, and the server stands still.
@@ -337,23 +610,16 @@ INSTANTIATE_TEST_SUITE_P(Phases, ClientTransferStalled,
 
 TEST_F(ClientTransfer, SeveralMicroBatchesShareTheConnections) {
   Connect();
-  double_.SetAt(nullptr);
-  std::vector<std::vector<unsigned char>> gradients(6, std::vector<unsigned char>(static_cast<size_t>(kRows * kRowBytes)));
+  std::deque<Pages> gradients;
   std::vector<Future<LossResult>> futures;
-  const std::vector<int32_t> targets(kRows, 1);
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    RowsView view = {.data = rows_.floats(), .row_count = kRows, .hidden_size = kHiddenSize};
-    MicroBatchOptions options = {.step = 0, .micro_batch = static_cast<int64_t>(i), .grad_hidden = absl::MakeSpan(gradients[i])};
-    futures.push_back(head_->CrossEntropy(view, targets, {}, options));
-  }
-  for (size_t i = 0; i < gradients.size(); ++i) {
+  for (int i = 0; i < 6; ++i) futures.push_back(SubmitTo(gradients.emplace_back(kRows * kRowBytes)));
+  for (size_t i = 0; i < futures.size(); ++i) {
     Value(futures[i].Get());
-    std::memcpy(grad_.floats(), gradients[i].data(), gradients[i].size());
-    ExpectGradients();
+    ExpectGradientsIn(gradients[i]);
   }
   std::set<std::string> peers;
   for (const char* method : {"ComputeLoss", "TransferRows"}) {
-    for (const ScriptedServer::Call& call : server_.CallsOf(method)) peers.insert(call.peer);
+    for (const std::string& peer : server_.PeersOf(method)) peers.insert(peer);
   }
   EXPECT_LE(peers.size(), 8u);
 }
@@ -366,8 +632,7 @@ TEST_F(ClientTransfer, WorsePathIsExplainedOnce) {
     std::lock_guard<std::mutex> lock(mutex);
     notices.push_back(sentence);
   };
-  client_.emplace(Value(Client::Connect(server_.target(), options)));
-  head_.emplace(Value(client_->OpenHead("h")));
+  Connect(options);
   for (int i = 0; i < 3; ++i) EXPECT_EQ(Value(Submit().Get()).transport, "grpc");
   EXPECT_THAT(notices, SizeIs(1));
   EXPECT_EQ(client_->stats().why_not_better, notices[0]);
@@ -412,15 +677,6 @@ struct OneRow {
 // Two streams of which the primary one ends at once, and the other brings all gradients: a row every `pace`, `sent_rows` of them.
 TransferResult TransferWithLateStripe(int64_t sent_rows, milliseconds pace, std::vector<unsigned char>& grad) {
   ScriptedServer server;
-  server.compute_loss = [](grpc::ServerContext*, ScriptedServer::LossStream* stream) {
-    v1::ComputeLossRequest request;
-    while (stream->Read(&request)) {
-    }
-    v1::ComputeLossResponse response;
-    response.mutable_summary()->add_terms();
-    stream->Write(response);
-    return grpc::Status::OK;
-  };
   server.transfer_rows = [sent_rows, pace](grpc::ServerContext* context, ScriptedServer::TransferStream* stream) {
     v1::TransferRowsRequest request;
     while (stream->Read(&request)) {
@@ -468,9 +724,7 @@ TEST(TransferCall, EndsWhereThereIsNoMemoryForAnAnswer) {
     response.mutable_chunk()->set_row_count(1);
     response.mutable_chunk()->set_data("four");
     stream->Write(response);
-    v1::ComputeLossRequest request;
-    while (stream->Read(&request)) {
-    }
+    ScriptedServer::ReadAll(stream);
     return grpc::Status::OK;
   };
   OneRow transfer(server, 1, 1);

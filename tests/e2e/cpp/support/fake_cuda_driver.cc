@@ -14,13 +14,6 @@ namespace {
 constexpr int kInvalidValue = 1;
 constexpr int kOutOfMemory = 2;
 constexpr int kLaunchFailed = 719;
-// Of CUpointer_attribute and CUmemorytype.
-constexpr int kContextAttribute = 1;
-constexpr int kMemoryTypeAttribute = 2;
-constexpr int kBufferIdAttribute = 7;
-constexpr int kDeviceOrdinalAttribute = 9;
-constexpr int kIsLegacyIpcCapableAttribute = 10;
-constexpr unsigned kDeviceMemoryType = 2;
 
 using DevicePointer = unsigned long long;  // NOLINT: the driver's own type
 
@@ -147,24 +140,22 @@ int cuDevicePrimaryCtxRetain(void** context, int) {
 int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
 int cuPointerGetAttribute(void* data, int attribute, DevicePointer pointer) {
   Locked driver;
-  if (driver->Find(pointer) == driver->memory.end()) return kInvalidValue;
+  const auto found = driver->Find(pointer);
+  if (found == driver->memory.end()) return kInvalidValue;
   switch (attribute) {
-    case kContextAttribute:
+    case 1:  // CU_POINTER_ATTRIBUTE_CONTEXT
       *static_cast<void**>(data) = &TheDriver();
       return 0;
-    case kMemoryTypeAttribute:
-      *static_cast<unsigned*>(data) = kDeviceMemoryType;
+    case 2:  // CU_POINTER_ATTRIBUTE_MEMORY_TYPE: of the device
+      *static_cast<unsigned*>(data) = 2;
       return 0;
-    case kDeviceOrdinalAttribute:
-      *static_cast<int*>(data) = 0;
+    case 7:  // CU_POINTER_ATTRIBUTE_BUFFER_ID
+      *static_cast<uint64_t*>(data) = found->first;
       return 0;
-    case kBufferIdAttribute:
-      *static_cast<uint64_t*>(data) = driver->Find(pointer)->first;
+    case 10:  // CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+      *static_cast<unsigned*>(data) = driver->allocated.count(reinterpret_cast<void*>(found->first));  // NOLINT
       return 0;
-    case kIsLegacyIpcCapableAttribute:
-      *static_cast<unsigned*>(data) = driver->allocated.count(reinterpret_cast<void*>(driver->Find(pointer)->first));  // NOLINT
-      return 0;
-    default:  // whether it is managed
+    default:  // the device's ordinal, or whether it is managed
       *static_cast<unsigned*>(data) = 0;
       return 0;
   }

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -23,17 +22,13 @@ namespace headwater::e2e {
 inline constexpr int64_t kVocabSize = 101;
 inline constexpr int64_t kHiddenSize = 12;
 
-// A safetensors file with one tensor of float32 elements, which it says are of `type`.
-inline std::string SafetensorsBytes(const std::string& name, const std::vector<int64_t>& shape, const std::vector<float>& values,
-                                    const std::string& type = "F32") {
-  const nlohmann::json header = {{name, {{"dtype", type}, {"shape", shape}, {"data_offsets", {0, values.size() * 4}}}}};
+// A safetensors file with one tensor of float32 elements.
+inline std::string SafetensorsBytes(const std::string& name, const std::vector<int64_t>& shape, const std::vector<float>& values) {
+  const nlohmann::json header = {{name, {{"dtype", "F32"}, {"shape", shape}, {"data_offsets", {0, values.size() * 4}}}}};
   const std::string text = header.dump();
-  std::string bytes(8 + text.size() + values.size() * 4, '\0');
   const uint64_t length = text.size();
-  std::memcpy(bytes.data(), &length, 8);
-  std::memcpy(bytes.data() + 8, text.data(), text.size());
-  std::memcpy(bytes.data() + 8 + text.size(), values.data(), values.size() * 4);
-  return bytes;
+  return absl::StrCat(std::string(reinterpret_cast<const char*>(&length), 8), text,
+                      std::string(reinterpret_cast<const char*>(values.data()), values.size() * 4));
 }
 
 using Arguments = std::vector<std::string>;
@@ -110,6 +105,11 @@ class Headwaterctl : public testing::Test {
   }
   void ExpectWeight(client::Head head) const { EXPECT_EQ(Weight(head), weight_); }
 
+  // A file for the test's own.
+  std::string Path(const std::string& name) const { return directory_.path() + "/" + name; }
+
+  const TemporaryDirectory directory_;
+  const std::string config_ = Path("config.json");  // of a model; not there yet
   ServerProcess server_;
   const Arguments sizes_ = {absl::StrCat("--vocab_size=", kVocabSize), absl::StrCat("--hidden_size=", kHiddenSize)};
   const client::HeadSpec trained_ = {.vocab_size = kVocabSize, .hidden_size = kHiddenSize, .trainable = true};

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "headwater/v1/error.pb.h"
@@ -44,19 +45,15 @@ inline grpc::Status ErrorWithReason(grpc::StatusCode code, const std::string& re
   return grpc::Status(code, "scripted", details.SerializeAsString());
 }
 
-// Each call is recorded and counted, and runs a copy of the function of its name. A function may be replaced once the calls that it
-// is for have begun. Device regions, GetHead, TakeHead and GetServerInfo work as `state` says. tests/e2e/protocol has a server that
-// knows sessions and restarts, too.
-class ScriptedServer {
+// Each call but those that describe the server, and of sessions, is recorded and counted, and runs a copy of the function of its
+// name. A function may be replaced once the calls that it is for have begun. Device regions, GetHead, TakeHead and GetServerInfo
+// work as `state` says. tests/e2e/protocol has a server that knows sessions and restarts, too.
+class ScriptedServer : v1::LossService::Service, v1::HeadService::Service, v1::SessionService::Service {
  public:
   using LossStream = grpc::ServerReaderWriter<v1::ComputeLossResponse, v1::ComputeLossRequest>;
   using TransferStream = grpc::ServerReaderWriter<v1::TransferRowsResponse, v1::TransferRowsRequest>;
   using UploadStream = grpc::ServerReaderWriter<v1::UploadWeightsResponse, v1::UploadWeightsRequest>;
 
-  struct Call {
-    std::string method;
-    std::string peer;  // the client's end of the connection
-  };
   // What the one head and the process are like.
   struct State {
     std::string incarnation = std::string(16, 'i');
@@ -68,21 +65,46 @@ class ScriptedServer {
     bool named_regions = false;
     std::map<std::string, std::string> device_regions;  // by id, the handles of those that were registered
   };
+  // What a ComputeLoss stream has brought: the bytes of each tensor by its role and term.
+  struct MicroBatch {
+    v1::MicroBatchHeader header;
+    std::map<std::pair<v1::ChunkRole, int32_t>, std::string> rows;
+  };
 
   ScriptedServer() {
     grpc::ServerBuilder builder;
     builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
-    builder.RegisterService(&loss_);
-    builder.RegisterService(&heads_);
-    builder.RegisterService(&sessions_);
+    builder.RegisterService(static_cast<v1::LossService::Service*>(this));
+    builder.RegisterService(static_cast<v1::HeadService::Service*>(this));
+    builder.RegisterService(static_cast<v1::SessionService::Service*>(this));
     server_ = builder.BuildAndStart();
     if (server_ == nullptr) std::abort();
   }
-  ~ScriptedServer() { server_->Shutdown(std::chrono::system_clock::now()); }
+  ~ScriptedServer() override { server_->Shutdown(std::chrono::system_clock::now()); }
 
   std::string target() const { return "127.0.0.1:" + std::to_string(port_); }
 
-  std::function<grpc::Status(grpc::ServerContext*, LossStream*)> compute_loss;
+  // Reads a stream to its end.
+  static MicroBatch ReadAll(LossStream* stream) {
+    MicroBatch micro_batch;
+    v1::ComputeLossRequest request;
+    while (stream->Read(&request)) {
+      if (request.has_header()) micro_batch.header = request.header();
+      if (request.has_chunk()) micro_batch.rows[{request.chunk().role(), request.chunk().term_index()}] += request.chunk().data();
+    }
+    return micro_batch;
+  }
+  // A well-formed answer without gradient rows.
+  static grpc::Status Answer(LossStream* stream, const v1::MicroBatchHeader& header) {
+    v1::ComputeLossResponse response;
+    for (int i = 0; i < header.terms_size(); ++i) response.mutable_summary()->add_terms();
+    response.mutable_summary()->set_state(header.commit_mode() == v1::COMMIT_MODE_EXPLICIT ? v1::CONTRIBUTION_STATE_STAGED
+                                                                                           : v1::CONTRIBUTION_STATE_COMMITTED);
+    stream->Write(response);
+    return grpc::Status::OK;
+  }
+
+  std::function<grpc::Status(grpc::ServerContext*, LossStream*)> compute_loss;  // not set: the micro-batch is kept, and answered
   std::function<grpc::Status(grpc::ServerContext*, TransferStream*)> transfer_rows;  // not set: UNIMPLEMENTED
   std::function<grpc::Status(UploadStream*)> upload_weights;
   std::function<grpc::Status(const v1::ListHeadsRequest&, v1::ListHeadsResponse*)> list_heads;
@@ -93,7 +115,7 @@ class ScriptedServer {
   std::function<grpc::Status(const v1::AddGradientHeader&, const std::string& bytes)> add_gradient;
   std::function<void()> unregister_memory;  // before it is given back; may be empty
   grpc::Status unary_status;                // of everything that has no function
-  std::atomic<int> calls = 0;               // but for those of sessions, GetHead, TakeHead and GetServerInfo
+  std::atomic<int> calls = 0;
 
   // Reads or changes the state.
   template <typename Use>
@@ -101,161 +123,127 @@ class ScriptedServer {
     std::lock_guard<std::mutex> lock(mutex_);
     return use(state_);
   }
-  // All calls of a method so far.
-  std::vector<Call> CallsOf(const std::string& method) const {
+  // The client's end of the connection, for each call of a method so far.
+  std::vector<std::string> PeersOf(const std::string& method) {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<Call> result;
-    for (const Call& call : recorded_) {
-      if (call.method == method) result.push_back(call);
-    }
-    return result;
+    return peers_[method];
+  }
+  // The micro-batch that was kept last.
+  MicroBatch last() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return last_;
   }
 
  private:
-  class Loss : public v1::LossService::Service {
-   public:
-    explicit Loss(ScriptedServer& script) : script_(script) {}
-    grpc::Status ComputeLoss(grpc::ServerContext* context, LossStream* stream) override {
-      script_.Record("ComputeLoss", *context);
-      const auto script = script_.compute_loss;
-      return script(context, stream);
+  grpc::Status ComputeLoss(grpc::ServerContext* context, LossStream* stream) override {
+    Record("ComputeLoss", *context);
+    if (const auto script = compute_loss; script) return script(context, stream);
+    const MicroBatch micro_batch = ReadAll(stream);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      last_ = micro_batch;
     }
-    grpc::Status TransferRows(grpc::ServerContext* context, TransferStream* stream) override {
-      script_.Record("TransferRows", *context);
-      const auto script = script_.transfer_rows;
-      return script ? script(context, stream) : grpc::Status(grpc::StatusCode::UNIMPLEMENTED, "");
-    }
-    grpc::Status CommitMicroBatch(grpc::ServerContext* context, const v1::CommitMicroBatchRequest* request,
-                                  v1::CommitMicroBatchResponse*) override {
-      script_.Record("CommitMicroBatch", *context);
-      return script_.Answer(script_.commit, *request);
-    }
-    grpc::Status DiscardMicroBatch(grpc::ServerContext* context, const v1::DiscardMicroBatchRequest* request,
-                                   v1::DiscardMicroBatchResponse*) override {
-      script_.Record("DiscardMicroBatch", *context);
-      return script_.Answer(script_.discard, *request);
-    }
+    return Answer(stream, micro_batch.header);
+  }
+  grpc::Status TransferRows(grpc::ServerContext* context, TransferStream* stream) override {
+    Record("TransferRows", *context);
+    const auto script = transfer_rows;
+    return script ? script(context, stream) : grpc::Status(grpc::StatusCode::UNIMPLEMENTED, "");
+  }
+  grpc::Status CommitMicroBatch(grpc::ServerContext* context, const v1::CommitMicroBatchRequest* request,
+                                v1::CommitMicroBatchResponse*) override {
+    return Run("CommitMicroBatch", *context, commit, *request);
+  }
+  grpc::Status DiscardMicroBatch(grpc::ServerContext* context, const v1::DiscardMicroBatchRequest* request,
+                                 v1::DiscardMicroBatchResponse*) override {
+    return Run("DiscardMicroBatch", *context, discard, *request);
+  }
 
-   private:
-    ScriptedServer& script_;
-  };
+  grpc::Status GetHead(grpc::ServerContext*, const v1::GetHeadRequest* request, v1::Head* response) override {
+    return Describe(request->name(), response);
+  }
+  grpc::Status TakeHead(grpc::ServerContext*, const v1::TakeHeadRequest* request, v1::Head* response) override {
+    WithState([](State& state) {
+      ++state.epoch[0];
+      state.head_state = v1::HEAD_STATE_READY;
+    });
+    return Describe(request->name(), response);
+  }
+  grpc::Status CreateHead(grpc::ServerContext* context, const v1::CreateHeadRequest* request,
+                          v1::CreateHeadResponse* response) override {
+    Record("CreateHead", *context);
+    Describe(request->name(), response->mutable_head());
+    return unary_status;
+  }
+  grpc::Status UploadWeights(grpc::ServerContext* context, UploadStream* stream) override {
+    return Run("UploadWeights", *context, upload_weights, stream);
+  }
+  grpc::Status ListHeads(grpc::ServerContext* context, const v1::ListHeadsRequest* request,
+                         v1::ListHeadsResponse* response) override {
+    return Run("ListHeads", *context, list_heads, *request, response);
+  }
+  grpc::Status SealStep(grpc::ServerContext* context, const v1::SealStepRequest* request, v1::SealStepResponse*) override {
+    return Run("SealStep", *context, seal, *request);
+  }
+  grpc::Status AddGradient(grpc::ServerContext* context, grpc::ServerReader<v1::AddGradientRequest>* reader,
+                           v1::AddGradientResponse*) override {
+    v1::AddGradientRequest request;
+    v1::AddGradientHeader header;
+    std::string bytes;
+    while (reader->Read(&request)) {
+      if (request.has_header()) header = request.header();
+      bytes += request.chunk().data();
+    }
+    return Run("AddGradient", *context, add_gradient, header, bytes);
+  }
 
-  class Heads : public v1::HeadService::Service {
-   public:
-    explicit Heads(ScriptedServer& script) : script_(script) {}
-    grpc::Status GetHead(grpc::ServerContext* context, const v1::GetHeadRequest* request, v1::Head* response) override {
-      script_.Record("GetHead", *context);
-      script_.Describe(request->name(), response);
+  grpc::Status GetServerInfo(grpc::ServerContext*, const v1::GetServerInfoRequest*, v1::ServerInfo* response) override {
+    return WithState([response](State& state) {
+      response->set_incarnation(state.incarnation);
+      response->mutable_limits()->set_max_stripes(state.max_stripes);
+      for (const std::string& feature : state.features) response->add_features(feature);
+      response->set_named_regions(state.named_regions);
       return grpc::Status::OK;
-    }
-    grpc::Status TakeHead(grpc::ServerContext* context, const v1::TakeHeadRequest* request, v1::Head* response) override {
-      script_.Record("TakeHead", *context);
-      script_.WithState([](State& state) {
-        ++state.epoch[0];
-        state.head_state = v1::HEAD_STATE_READY;
-      });
-      script_.Describe(request->name(), response);
+    });
+  }
+  grpc::Status OpenSession(grpc::ServerContext*, const v1::OpenSessionRequest*, v1::OpenSessionResponse* response) override {
+    response->mutable_lease()->set_seconds(3600);  // so that nobody renews it
+    response->set_session_id(std::string(32, 's'));
+    return grpc::Status::OK;
+  }
+  grpc::Status CloseSession(grpc::ServerContext*, const v1::CloseSessionRequest*, v1::CloseSessionResponse*) override {
+    return grpc::Status::OK;
+  }
+  grpc::Status RegisterSharedMemory(grpc::ServerContext* context, const v1::RegisterSharedMemoryRequest* request,
+                                    v1::RegisterSharedMemoryResponse* response) override {
+    Record("RegisterSharedMemory", *context);
+    response->set_region_id("region" + std::to_string(PeersOf("RegisterSharedMemory").size()));
+    return WithState([&](State& state) {
+      state.device_regions[response->region_id()] = request->cuda_ipc_handle();
       return grpc::Status::OK;
-    }
-    grpc::Status CreateHead(grpc::ServerContext* context, const v1::CreateHeadRequest* request,
-                            v1::CreateHeadResponse* response) override {
-      script_.Record("CreateHead", *context);
-      script_.Describe(request->name(), response->mutable_head());
-      return script_.unary_status;
-    }
-    grpc::Status UploadWeights(grpc::ServerContext* context, UploadStream* stream) override {
-      script_.Record("UploadWeights", *context);
-      const auto script = script_.upload_weights;
-      return script(stream);
-    }
-    grpc::Status ListHeads(grpc::ServerContext* context, const v1::ListHeadsRequest* request,
-                           v1::ListHeadsResponse* response) override {
-      script_.Record("ListHeads", *context);
-      const auto script = script_.list_heads;
-      return script(*request, response);
-    }
-    grpc::Status SealStep(grpc::ServerContext* context, const v1::SealStepRequest* request, v1::SealStepResponse*) override {
-      script_.Record("SealStep", *context);
-      return script_.Answer(script_.seal, *request);
-    }
-    grpc::Status AddGradient(grpc::ServerContext* context, grpc::ServerReader<v1::AddGradientRequest>* reader,
-                             v1::AddGradientResponse*) override {
-      script_.Record("AddGradient", *context);
-      v1::AddGradientRequest request;
-      v1::AddGradientHeader header;
-      std::string bytes;
-      while (reader->Read(&request)) {
-        if (request.has_header()) header = request.header();
-        bytes += request.chunk().data();
-      }
-      return script_.Answer(script_.add_gradient, header, bytes);
-    }
-
-   private:
-    ScriptedServer& script_;
-  };
-
-  class Sessions : public v1::SessionService::Service {
-   public:
-    explicit Sessions(ScriptedServer& script) : script_(script) {}
-    grpc::Status GetServerInfo(grpc::ServerContext* context, const v1::GetServerInfoRequest*, v1::ServerInfo* response) override {
-      script_.Record("GetServerInfo", *context);
-      script_.WithState([response](State& state) {
-        response->set_incarnation(state.incarnation);
-        response->mutable_limits()->set_max_stripes(state.max_stripes);
-        for (const std::string& feature : state.features) response->add_features(feature);
-        response->set_named_regions(state.named_regions);
-      });
+    });
+  }
+  grpc::Status UnregisterSharedMemory(grpc::ServerContext* context, const v1::UnregisterSharedMemoryRequest* request,
+                                      v1::UnregisterSharedMemoryResponse*) override {
+    Record("UnregisterSharedMemory", *context);
+    if (const auto script = unregister_memory; script) script();
+    return WithState([request](State& state) {
+      state.device_regions.erase(request->region_id());
       return grpc::Status::OK;
-    }
-    grpc::Status OpenSession(grpc::ServerContext* context, const v1::OpenSessionRequest*,
-                             v1::OpenSessionResponse* response) override {
-      script_.Record("OpenSession", *context);
-      response->mutable_lease()->set_seconds(30);
-      response->set_session_id(std::string(32, 's'));
-      return grpc::Status::OK;
-    }
-    grpc::Status KeepAlive(grpc::ServerContext* context, const v1::KeepAliveRequest*, v1::KeepAliveResponse*) override {
-      script_.Record("KeepAlive", *context);
-      return grpc::Status::OK;
-    }
-    grpc::Status CloseSession(grpc::ServerContext* context, const v1::CloseSessionRequest*, v1::CloseSessionResponse*) override {
-      script_.Record("CloseSession", *context);
-      return grpc::Status::OK;
-    }
-    grpc::Status RegisterSharedMemory(grpc::ServerContext* context, const v1::RegisterSharedMemoryRequest* request,
-                                      v1::RegisterSharedMemoryResponse* response) override {
-      script_.Record("RegisterSharedMemory", *context);
-      const std::string id = "region" + std::to_string(script_.CallsOf("RegisterSharedMemory").size());
-      script_.WithState([&](State& state) { state.device_regions[id] = request->cuda_ipc_handle(); });
-      response->set_region_id(id);
-      return grpc::Status::OK;
-    }
-    grpc::Status UnregisterSharedMemory(grpc::ServerContext* context, const v1::UnregisterSharedMemoryRequest* request,
-                                        v1::UnregisterSharedMemoryResponse*) override {
-      script_.Record("UnregisterSharedMemory", *context);
-      if (const auto script = script_.unregister_memory; script) script();
-      script_.WithState([request](State& state) { state.device_regions.erase(request->region_id()); });
-      return grpc::Status::OK;
-    }
-
-   private:
-    ScriptedServer& script_;
-  };
+    });
+  }
 
   template <typename Script, typename... Arguments>
-  grpc::Status Answer(Script script, const Arguments&... arguments) const {
+  grpc::Status Run(const std::string& method, const grpc::ServerContext& context, Script script, Arguments&&... arguments) {
+    Record(method, context);
     return script ? script(arguments...) : unary_status;
   }
   void Record(const std::string& method, const grpc::ServerContext& context) {
-    if (method != "GetHead" && method != "TakeHead" && method != "GetServerInfo" && method != "OpenSession" &&
-        method != "KeepAlive" && method != "CloseSession") {
-      ++calls;
-    }
+    ++calls;
     std::lock_guard<std::mutex> lock(mutex_);
-    recorded_.push_back({method, context.peer()});
+    peers_[method].push_back(context.peer());
   }
-  void Describe(const std::string& name, v1::Head* head) {
+  grpc::Status Describe(const std::string& name, v1::Head* head) {
     std::lock_guard<std::mutex> lock(mutex_);
     head->set_name(name);
     head->set_epoch(state_.epoch);
@@ -265,14 +253,13 @@ class ScriptedServer {
     head->mutable_spec()->set_hidden_size(state_.hidden_size);
     head->mutable_spec()->set_data_type(v1::DATA_TYPE_FLOAT32);
     head->mutable_spec()->set_trainable(true);
+    return grpc::Status::OK;
   }
 
   mutable std::mutex mutex_;
   State state_;
-  std::vector<Call> recorded_;
-  Loss loss_{*this};
-  Heads heads_{*this};
-  Sessions sessions_{*this};
+  std::map<std::string, std::vector<std::string>> peers_;  // by method
+  MicroBatch last_;
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;
 };

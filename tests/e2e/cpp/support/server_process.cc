@@ -1,13 +1,12 @@
 #include "tests/e2e/cpp/support/server_process.h"
 
-#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <iostream>
-#include <thread>
 #include <utility>
 
+#include "tests/e2e/cpp/support/await.h"
 #include "tests/e2e/cpp/support/test_tensors.h"
 
 namespace headwater::e2e {
@@ -57,25 +56,20 @@ void ServerProcess::Start() {
   if (!workers_.empty()) arguments.insert(arguments.end(), {"--group_listen_host=127.0.0.1", "--rank_timeout=60s"});
   arguments.insert(arguments.end(), flags_.begin(), flags_.end());
   process_ = std::make_unique<ChildProcess>(arguments, directory_.path() + "/stdout", directory_.path() + "/stderr");
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while (!std::filesystem::exists(port_file)) {
-    if (!process_->Running() || std::chrono::steady_clock::now() > deadline) {
-      std::cerr << "headwaterd did not start:\n" << log();
-      std::abort();
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  }
+  AwaitOrAbort("headwaterd did not start", [&] { return std::filesystem::exists(port_file); });
   for (size_t index = 0; index < workers_.size(); ++index) {
     if (workers_[index] == nullptr || !workers_[index]->Running()) StartWorker(index);
   }
   // A group says where it listens before it can serve.
-  while (!workers_.empty() && !Connect().ListHeads().ok()) {
-    if (!process_->Running() || std::chrono::steady_clock::now() > deadline) {
-      std::cerr << "the group was not formed:\n" << log();
-      std::abort();
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  }
+  if (!workers_.empty()) AwaitOrAbort("the group was not formed", [&] { return Connect().ListHeads().ok(); });
+}
+
+void ServerProcess::AwaitOrAbort(const char* failure, const std::function<bool()>& holds) {
+  bool held = false;
+  Await([&] { return (held = holds()) || !process_->Running(); });
+  if (held) return;
+  std::cerr << failure << ":\n" << log();
+  std::abort();
 }
 
 void ServerProcess::KillAndStart() {
@@ -111,8 +105,15 @@ client::Client ServerProcess::Connect(const client::ClientOptions& options) cons
 client::Head CreateHead(client::Client client, const std::string& name, const client::HeadSpec& spec,
                         const std::vector<float>& weight) {
   client::Head head = Value(client.CreateHead(name, spec));
-  Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(weight)));
+  const std::vector<float> uploaded = weight.empty() ? RandomFloats(1, spec.vocab_size * spec.hidden_size, 0.3F) : weight;
+  Value(head.UploadWeights(client::HeadTensor::kWeight, client::TensorView::Float32(uploaded)));
   return head;
+}
+
+absl::StatusOr<client::LossResult> SubmitRandom(client::Head& head, int64_t row_count, const client::MicroBatchOptions& options) {
+  const std::vector<float> rows = RandomFloats(2, row_count * head.spec().hidden_size, 1.0F);
+  const std::vector<int32_t> targets = RandomTargets(3, row_count, head.spec().vocab_size);
+  return head.CrossEntropy(client::RowsView::Float32(rows, head.spec().hidden_size), targets, {}, options).Get();
 }
 
 std::vector<float> Weight(client::Head& head) {

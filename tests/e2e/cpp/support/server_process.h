@@ -3,6 +3,7 @@
 #ifndef HEADWATER_TESTS_E2E_CPP_SUPPORT_SERVER_PROCESS_H_
 #define HEADWATER_TESTS_E2E_CPP_SUPPORT_SERVER_PROCESS_H_
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -42,15 +43,20 @@ class ServerProcess {
   client::Client Connect(const client::ClientOptions& options = {}) const;
 
  private:
+  // Waits for what a process that runs does; ends the test program if it does not.
+  void AwaitOrAbort(const char* failure, const std::function<bool()>& holds);
+
   TemporaryDirectory directory_;
   std::vector<std::string> flags_;
   std::unique_ptr<ChildProcess> process_;
   std::vector<std::unique_ptr<ChildProcess>> workers_;
 };
 
-// Makes a head, and uploads its weight.
+// Makes a head, and uploads its weight; without one a pseudo-random one.
 client::Head CreateHead(client::Client client, const std::string& name, const client::HeadSpec& spec,
-                        const std::vector<float>& weight);
+                        const std::vector<float>& weight = {});
+// Submits pseudo-random rows and targets to cross entropy: the same ones each time.
+absl::StatusOr<client::LossResult> SubmitRandom(client::Head& head, int64_t row_count, const client::MicroBatchOptions& options);
 // The weight that it has on the server, in float32.
 std::vector<float> Weight(client::Head& head);
 

@@ -5,12 +5,12 @@
 #include <cstdint>
 #include <random>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "headwater/client/tensor.h"
 
 namespace headwater::e2e {
 
@@ -29,9 +29,8 @@ inline std::vector<int32_t> RandomTargets(uint32_t seed, int64_t count, int64_t 
   return targets;
 }
 
-// Memory of so many bytes as rows.
-inline client::RowsView FloatsAt(const void* data, int64_t bytes, client::Memory memory = client::Memory::kHost) {
-  return {data, client::DataType::kFloat32, bytes / 4, 1, memory};
+inline std::string Bytes(const std::vector<float>& values) {
+  return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
 }
 
 // The value, or a throw that fails the test with the status.

@@ -48,19 +48,16 @@ def use_package():
 """
 
 
-@pytest.mark.parametrize("newer", (False, True))
-def test_stubs_that_are_imported_before(newer):
-    run_python(
-        STUBS + f"message = use_stubs(load_stubs({newer}), {newer})\nassert use_package().FromString(message).hidden_size == 4\n"
-    )
+IMPORTED = {
+    "before": "message = use_stubs(load_stubs(newer), newer)\nassert use_package().FromString(message).hidden_size == 4\n",
+    "after": "own = use_package()\nassert own.FromString(use_stubs(load_stubs(newer), newer)).hidden_size == 4\nuse_package()\n",
+}
 
 
 @pytest.mark.parametrize("newer", (False, True))
-def test_stubs_that_are_imported_after(newer):
-    run_python(
-        STUBS
-        + f"own = use_package()\nassert own.FromString(use_stubs(load_stubs({newer}), {newer})).hidden_size == 4\nuse_package()\n"
-    )
+@pytest.mark.parametrize("when", IMPORTED)
+def test_stubs_do_not_collide_with_the_package(when, newer):
+    run_python(STUBS + f"newer = {newer}\n" + IMPORTED[when])
 
 
 def test_the_packages_own_stubs_and_grpcio_are_loaded_on_request_alone():

@@ -1,6 +1,5 @@
 """Arguments that are wrong are found before anything is sent, with a message that says what was expected and what came."""
 
-import contextlib
 import copy
 import dataclasses
 import inspect
@@ -18,19 +17,13 @@ from headwater._futures import Executors
 
 
 @pytest.fixture
-def head(backends, make_head, rng):
-    return make_head(
-        backends("local-1").client, rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32), valid_vocab_size=30
-    )
+def head(client, make_head, weight):
+    return make_head(client, weight, valid_vocab_size=30)
 
 
 @pytest.fixture
-def teacher(backends, make_head, weight):
-    return make_head(backends("local-1").client, weight, trainable=False, valid_vocab_size=30)
-
-
-def client_of(head):
-    return headwater.Client(head._backend)
+def teacher(client, make_head, weight):
+    return make_head(client, weight, trainable=False, valid_vocab_size=30)
 
 
 class Unreachable:
@@ -49,36 +42,28 @@ class Unreachable:
         pytest.fail(f"{name} was called")
 
 
-@contextlib.contextmanager
-def unreachable(*heads):
-    """Nothing of these heads may reach their backend."""
-    real, backend = [head._backend for head in heads], Unreachable()
-    for head in heads:
-        head._backend = backend
-    try:
-        yield
-    finally:
-        for head, own in zip(heads, real, strict=True):
-            head._backend = own
+@pytest.fixture
+def rejects(monkeypatch):
+    """A function: the call is refused with the reason, and nothing reaches the backend of the heads."""
 
+    def rejects(reason, call, *heads):
+        with monkeypatch.context() as patch, refused(reason, headwater.InvalidArgumentError) as info:
+            backend = Unreachable()
+            for head in heads:
+                patch.setattr(head, "_backend", backend)
+            call()
+        return info.value
 
-def rejects(reason, call, *heads):
-    """The call is refused with the reason, and nothing reaches the backend of the heads."""
-    with unreachable(*heads), refused(reason, headwater.InvalidArgumentError):
-        call()
+    return rejects
 
 
 VECTOR = np.ones(NUM_TOKENS, np.float32)
 BAD_CROSS_ENTROPY = {
-    "float64": ("DATA_TYPE_MISMATCH", {"hidden": np.zeros((NUM_TOKENS, HIDDEN_SIZE))}),
-    "integers": ("DATA_TYPE_MISMATCH", {"hidden": np.zeros((NUM_TOKENS, HIDDEN_SIZE), int)}),
     "one_dimension": ("SHAPE_MISMATCH", {"hidden": np.zeros(HIDDEN_SIZE, np.float32)}),
     "other_width": ("SHAPE_MISMATCH", {"hidden": np.zeros((NUM_TOKENS, HIDDEN_SIZE + 1), np.float32)}),
     "too_few_targets": ("SHAPE_MISMATCH", {"targets": [1, 2, 3]}),
-    "float_targets": ("DATA_TYPE_MISMATCH", {"targets": VECTOR}),
     "target_of_the_padding": ("TARGET_OUT_OF_VOCAB", {"targets": [30] * NUM_TOKENS}),
     "negative_target": ("TARGET_OUT_OF_VOCAB", {"targets": [-1] * NUM_TOKENS}),
-    "huge_target": ("INVALID_FIELD", {"targets": [2**40] * NUM_TOKENS}),
     "no_micro_batch": ("MISSING_FIELD", {"micro_batch": None}),
     "negative_micro_batch": ("INVALID_FIELD", {"micro_batch": -1}),
     "fractional_micro_batch": ("INVALID_FIELD", {"micro_batch": 0.5}),
@@ -90,10 +75,7 @@ BAD_CROSS_ENTROPY = {
     "scale_beyond_fp64": ("INVALID_FIELD", {"loss_scale": 10**400}),
     "grad_hidden_scale_beyond_fp32": ("INVALID_FIELD", {"grad_hidden_scale": -1e39}),
     "several_micro_batches": ("INVALID_FIELD", {"micro_batch": np.arange(3)}),
-    "ragged_targets": ("INVALID_FIELD", {"targets": [[1], [2, 3]]}),
-    "ragged_weights": ("INVALID_FIELD", {"token_weights": [[1], [2, 3]]}),
     "weights_in_words": ("DATA_TYPE_MISMATCH", {"token_weights": "heavy"}),
-    "weights_beyond_fp32": ("INVALID_FIELD", {"token_weights": [1e39] * NUM_TOKENS}),
     "no_outputs": ("INVALID_FIELD", {"outputs": None}),
     "nested_outputs": ("INVALID_FIELD", {"outputs": [["lse"]]}),
     "nan_weights": ("INVALID_FIELD", {"token_weights": VECTOR * np.nan}),
@@ -123,10 +105,10 @@ BAD_CROSS_ENTROPY = {
 
 
 @pytest.mark.parametrize("case", BAD_CROSS_ENTROPY)
-def test_cross_entropy_rejects(head, rows, case):
+def test_cross_entropy_rejects(rejects, head, rows, case):
     reason, change = BAD_CROSS_ENTROPY[case]
     arguments = {"hidden": rows[0], "targets": rows[1] % 30, "micro_batch": 0, **change}
-    rejects(reason, lambda: head.cross_entropy(arguments.pop("hidden"), arguments.pop("targets"), **arguments), head)
+    rejects(reason, lambda: head.cross_entropy(**arguments), head)
 
 
 def test_signatures_show_the_options_of_losses():
@@ -157,20 +139,16 @@ BAD_JSD = {
 
 
 @pytest.mark.parametrize("case", BAD_JSD)
-def test_jsd_rejects(head, teacher, rows, case):
+def test_jsd_rejects(rejects, head, teacher, rows, case):
     reason, change = BAD_JSD[case]
     arguments = {"teacher": teacher, "teacher_hidden": rows[0], "targets": rows[1] % 30, "micro_batch": 0, **change}
-    rejects(
-        reason, lambda: head.jsd(rows[0], arguments.pop("teacher"), arguments.pop("teacher_hidden"), **arguments), head, teacher
-    )
+    rejects(reason, lambda: head.jsd(rows[0], **arguments), head, teacher)
 
 
-def test_jsd_rejects_other_vocabularies_and_clients(head, teacher, backends, make_head, rows):
-    other = make_head(backends("local-1").client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32), trainable=False)
-    with refused("VOCAB_SIZE_MISMATCH", headwater.InvalidArgumentError) as info:
+def test_jsd_rejects_other_vocabularies_and_clients(head, client, remote, make_head, rows, weight):
+    other, stranger = (make_head(of, weight, trainable=False) for of in (client, remote.client))
+    with refused("VOCAB_SIZE_MISMATCH", headwater.InvalidArgumentError, "30", "40"):
         head.jsd(rows[0], other, rows[0], micro_batch=0)
-    assert "30" in str(info.value) and "40" in str(info.value)
-    stranger = make_head(backends("remote-1").client, np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32), trainable=False)
     with refused("INVALID_COMBINATION"):
         head.jsd(rows[0], stranger, rows[0], micro_batch=0)
 
@@ -211,7 +189,7 @@ BAD_STEPS = {
 
 
 @pytest.mark.parametrize("case", BAD_STEPS)
-def test_step_and_weight_calls_reject(head, case):
+def test_step_and_weight_calls_reject(rejects, head, case):
     reason, call = BAD_STEPS[case]
     rejects(reason, lambda: call(head), head)
 
@@ -243,22 +221,20 @@ def test_gradients_beyond_fp32_are_infinite(head, rows):
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(head, rows, arguments, told):
-    with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
+    with refused("INVALID_FIELD", headwater.InvalidArgumentError, told):
         head.cross_entropy(rows[0], micro_batch=0, **{"targets": rows[1] % 30, **arguments})
-    assert told in str(info.value)
 
 
-def test_torch_takes_no_factor_beyond_fp32(backends, make_head):
-    weight = np.ones((VOCAB_SIZE, HIDDEN_SIZE), np.float32)
-    head = make_head(backends("local-1").client, weight, optimizer=headwater.SGD())
+def test_torch_takes_no_factor_beyond_fp32(client, make_head, weight):
+    head = make_head(client, weight, optimizer=headwater.SGD())
     for made, name in (
         (headwater.torch.CrossEntropyLoss, "loss_scale"),
         (headwater.torch.CrossEntropyLoss, "grad_hidden_scale"),
         (headwater.torch.TrainingLoop, "gradient_factor"),
     ):
-        with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
+        told = f"{name} must be a number", "that is finite in float32, got 1e+39"
+        with refused("INVALID_FIELD", headwater.InvalidArgumentError, *told):
             made(head, **{name: 1e39})
-        assert f"{name} must be a number" in str(info.value) and "that is finite in float32, got 1e+39" in str(info.value)
 
 
 BAD_HEADS = {
@@ -285,23 +261,19 @@ def test_create_head_rejects(case):
     reason, change = BAD_HEADS[case]
     arguments = {"name": "head", "weight": np.zeros((4, 4), np.float32), **change}
     with refused(reason, headwater.InvalidArgumentError):
-        headwater.Client(Unreachable()).create_head(arguments.pop("name"), arguments.pop("weight"), **arguments)
+        headwater.Client(Unreachable()).create_head(**arguments)
 
 
 def test_a_layer_in_the_place_of_its_weight_is_called_by_its_name(head, rows):
     layer = torch.nn.Linear(4, 4)
-    for call in (
-        lambda: headwater.Client(Unreachable()).create_head("head", layer),
-        lambda: head.set_weight(layer),
-        lambda: head.cross_entropy(layer, rows[1], micro_batch=0),
-        lambda: head.cross_entropy(rows[0], layer, micro_batch=0),
+    for told, call in (
+        ("pass its .weight", lambda: headwater.Client(Unreachable()).create_head("head", layer)),
+        ("", lambda: head.set_weight(layer)),
+        ("", lambda: head.cross_entropy(layer, rows[1], micro_batch=0)),
+        ("", lambda: head.cross_entropy(rows[0], layer, micro_batch=0)),
     ):
-        with refused("DATA_TYPE_MISMATCH", headwater.InvalidArgumentError) as info:
+        with refused("DATA_TYPE_MISMATCH", headwater.InvalidArgumentError, "got Linear", told):
             call()
-        assert "got Linear" in str(info.value)
-    with refused("DATA_TYPE_MISMATCH", headwater.InvalidArgumentError) as info:
-        headwater.Client(Unreachable()).create_head("head", layer)
-    assert "pass its .weight" in str(info.value)
 
 
 # Values that a conversion to what is sent would change or drop, by the kind of argument; and the kinds that every argument refuses.
@@ -311,12 +283,9 @@ def _masked(values):
     return np.ma.masked_array(values, mask=mask)
 
 
-SPARSE = {
+EVERYWHERE = {
     "sparse": lambda x: torch.as_tensor(np.asarray(x)).to_sparse(),
     "meta": lambda x: torch.as_tensor(np.asarray(x)).to("meta"),
-}
-EVERYWHERE = {
-    **SPARSE,
     "masked": _masked,
     "complex": lambda x: np.asarray(x) + 1j,
     "complex_tensor": lambda x: torch.as_tensor(np.asarray(x)).to(torch.complex64) * 1j,
@@ -381,15 +350,19 @@ ARRAYS = {
         lambda head, x: head.cross_entropy(FLOATS, IDS, micro_batch=0, grad_hidden_out=x),
     ),
     "teacher_hidden": ("rows", FLOATS, lambda head, x: head.jsd(FLOATS, head, x, backward=False)),
-    "teacher_rows": ("rows", FLOATS, lambda head, x: client_of(head).teacher("key", total_rows=NUM_TOKENS).stream(x)),
+    "teacher_rows": (
+        "rows",
+        FLOATS,
+        lambda head, x: headwater.Client(head._backend).teacher("key", total_rows=NUM_TOKENS).stream(x),
+    ),
     "gradient": ("rows", FLOATS, lambda head, x: head.add_gradient(x, micro_batch=0)),
-    "weight": ("rows", WEIGHT, lambda head, x: client_of(head).create_head("converted", x)),
+    "weight": ("rows", WEIGHT, lambda head, x: headwater.Client(head._backend).create_head("converted", x)),
     "set_weight": ("rows", WEIGHT, lambda head, x: head.set_weight(x)),
     "targets": ("integers", IDS, lambda head, x: head.cross_entropy(FLOATS, x, backward=False)),
     "row_indices": (
         "integers",
         IDS,
-        lambda head, x: client_of(head).teacher("key", total_rows=NUM_TOKENS).stream(FLOATS, x),
+        lambda head, x: headwater.Client(head._backend).teacher("key", total_rows=NUM_TOKENS).stream(FLOATS, x),
     ),
     "joined_row_indices": (
         "integers",
@@ -414,14 +387,13 @@ CONVERSIONS = [
 
 
 @pytest.mark.parametrize(("name", "change"), CONVERSIONS)
-def test_no_conversion_changes_or_drops_a_value(head, name, change):
+def test_no_conversion_changes_or_drops_a_value(rejects, head, name, change):
     """What was passed is read as it is, or refused before anything is sent."""
     kind, right, call = ARRAYS[name]
     changed = {**EVERYWHERE, **CHANGED[kind]}[change]
     value = changed(right.copy()) if not isinstance(changed, (str, type)) else right.astype(changed)
-    with unreachable(head), pytest.raises(headwater.InvalidArgumentError) as info:
-        call(head, value)
-    assert info.value.reason in ("DATA_TYPE_MISMATCH", "INVALID_FIELD", "SHAPE_MISMATCH") and info.value.metadata["field"]
+    beyond = any(text in change for text in ("ragged", "beyond_float32", "beyond_int"))
+    assert rejects("INVALID_FIELD" if beyond else "DATA_TYPE_MISMATCH", lambda: call(head, value), head).metadata["field"]
 
 
 KEPT = {
@@ -468,11 +440,10 @@ def test_weights_that_the_storage_type_has_no_finite_value_for_are_refused(head)
         weight = np.ones((4, 4), np.float32)
         for value in (largest, -largest):
             weight[1, 2] = value
-            with refused("INVALID_FIELD", headwater.InvalidArgumentError) as info:
+            with refused("INVALID_FIELD", headwater.InvalidArgumentError, f"finite in {dtype}"):
                 headwater.Client(Unreachable()).create_head("head", weight, dtype=dtype)
-            assert f"finite in {dtype}" in str(info.value)
         weight[1, 2] = np.nextafter(np.float32(largest), np.float32(0))
-        made = client_of(head).create_head(f"largest-{dtype}", weight, dtype=dtype)
+        made = headwater.Client(head._backend).create_head(f"largest-{dtype}", weight, dtype=dtype)
         assert np.isfinite(made.weight(dtype="float32")).all()
         made.delete()
 
@@ -482,7 +453,7 @@ def test_weights_that_the_storage_type_has_no_finite_value_for_are_refused(head)
     (np.array([True, False]), torch.tensor([True]), np.bool_(True), _masked(np.arange(2)), np.array(["0"]), torch.ones(1)),
     ids=str,
 )
-def test_expected_micro_batches_are_ids_and_no_mask(head, ids):
+def test_expected_micro_batches_are_ids_and_no_mask(rejects, head, ids):
     rejects("INVALID_FIELD", lambda: head.seal(expected_micro_batches=ids), head)
 
 

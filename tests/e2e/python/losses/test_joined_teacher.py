@@ -47,7 +47,7 @@ def test_streams_do_not_queue_up_behind_the_losses_that_wait_for_them(each_way, 
     hidden, teacher_hidden = rows
     with contextlib.ExitStack() as stack:
         clients = [each_way.client]
-        if each_way.kind == "remote-1-grpc":
+        if each_way.address:
             clients.append(stack.enter_context(headwater.connect(each_way.address, replay=True)))
         for number, client in enumerate(clients):
             head, teacher_head, first = client.head(student.name), client.head(teacher.name), 100 * number

@@ -4,6 +4,14 @@ import numpy as np
 import pytest
 import torch
 from expectations import refused
+from loss_oracle import (
+    FP32_GRADIENT_TOLERANCE,
+    FP32_LOSS_TOLERANCE,
+    OracleHead,
+    check_number,
+    check_tensor,
+    compute,
+)
 
 import headwater
 import headwater.torch
@@ -26,33 +34,10 @@ class Case:
         self.ids[2::4, :3] = -1
         self.log_probs[2::4, :3] = np.nan
 
-    @property
-    def teacher(self):
-        return headwater.TopKTeacher(self.ids, self.log_probs)
+        self.teacher = headwater.TopKTeacher(self.ids, self.log_probs)
 
-    def expected(self, temperature=1.0, weights=None):
-        """(num_tokens,) losses, grad_hidden and grad_weight of their weighted sum."""
-        z = self.hidden.astype(np.float64) @ self.weight.astype(np.float64).T / temperature
-        q = np.exp(z - z.max(-1, keepdims=True))
-        q /= q.sum(-1, keepdims=True)
-        p = np.zeros_like(q)
-        used = self.ids >= 0
-        rows = np.nonzero(used)[0]
-        p[rows, self.ids[used]] = np.exp(self.log_probs[used].astype(np.float64))
-        named = np.zeros(q.shape, bool)
-        named[rows, self.ids[used]] = True
-        rest = 1 - p.sum(-1)
-        rest[rest < 1e-6] = 0
-        others = np.where(named, 0, q).sum(-1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            losses = np.where(named, p * np.log(p / q), 0).sum(-1) + np.where(rest > 0, rest * np.log(rest / others), 0)
-        gradient = (p.sum(-1) + rest)[:, None] * q - p - np.where(named, 0, q / others[:, None]) * rest[:, None]
-        gradient *= (np.ones(NUM_TOKENS) if weights is None else weights)[:, None] / temperature
-        return losses, gradient @ self.weight, gradient.T @ self.hidden
-
-
-def check(actual, expected):
-    assert np.linalg.norm(np.asarray(actual, np.float64) - expected) <= 1e-5 * np.linalg.norm(expected)
+    def expected(self, targets, **options):
+        return compute(OracleHead(self.weight), self.hidden, targets, teacher=self.teacher, **options)
 
 
 @pytest.mark.parametrize("staging_slots", (0, 1))  # the rows are held, or their gradient
@@ -66,45 +51,39 @@ def test_a_commit_multiplies_the_contribution(each_way, make_head, rng, staging_
     assert out.form == ("HELD" if late else "STAGED")
     factors = rng.uniform(-1, 2, NUM_TOKENS).astype(np.float32) if late else None
     out.commit(factor=0.5, token_factors=factors)
-    weights = 0.5 * (np.ones(NUM_TOKENS) if factors is None else factors) * (targets != -100)
-    check(head.gradient(), case.expected(weights=weights)[2])
+    expected = case.expected(targets, token_weights=1.0 if factors is None else factors, loss_scale=0.5)
+    check_tensor("grad_weight", head.gradient(), expected.grad_weight, FP32_GRADIENT_TOLERANCE)
 
 
-def test_options_without_a_meaning_are_refused(one_shard, make_head, rng):
+def test_options_without_a_meaning_are_refused(client, make_head, rng):
     case = Case(rng)
-    head = make_head(one_shard.client, case.weight, trainable=False)
-
-    def expect(reason, field, teacher=case.teacher, **options):
-        with refused(reason) as error:
-            head.jsd(case.hidden, teacher, **{"beta": 0, **options})
-        assert error.value.metadata["field"] == field
-
-    for name, value, field in (
-        ("beta", 0.5, "header.terms[0].jensen_shannon.beta"),
-        ("teacher_temperature", 2.0, "header.terms[0].jensen_shannon.teacher_temperature"),
-        ("hard_loss_weight", 0.5, "header.terms[0].jensen_shannon.hard_loss_weight"),
-        ("truncate_to_common", True, "header.terms[0].jensen_shannon.vocab_alignment"),
-        ("teacher_hidden", case.hidden, "teacher_hidden"),
-        ("join_key", "key", "join_key"),
-        ("outputs", ("lse",), "outputs"),
-    ):
-        expect("INVALID_COMBINATION", field, **{name: value})
+    head = make_head(client, case.weight, trainable=False)
     ids, log_probs = case.ids, case.log_probs
-    for field, reason, teacher in (
-        ("ids", "SHAPE_MISMATCH", headwater.TopKTeacher(ids[1:], log_probs[1:])),
-        ("ids", "SHAPE_MISMATCH", headwater.TopKTeacher(ids[:, :0], log_probs[:, :0])),
-        ("log_probs", "SHAPE_MISMATCH", headwater.TopKTeacher(ids, log_probs[:, 1:])),
-        ("ids", "DATA_TYPE_MISMATCH", headwater.TopKTeacher(ids.astype(float), log_probs)),
-        ("ids", "TARGET_OUT_OF_VOCAB", headwater.TopKTeacher(np.where(ids < 0, VOCAB_SIZE, ids), log_probs)),
-        ("log_probs", "INVALID_FIELD", headwater.TopKTeacher(np.abs(ids), log_probs)),  # NaN of entries that are used now
+    term = "header.terms[0]"
+    for field, reason, teacher, options in (
+        (f"{term}.jensen_shannon.beta", "INVALID_COMBINATION", case.teacher, {"beta": 0.5}),
+        (f"{term}.jensen_shannon.teacher_temperature", "INVALID_COMBINATION", case.teacher, {"teacher_temperature": 2.0}),
+        (f"{term}.jensen_shannon.hard_loss_weight", "INVALID_COMBINATION", case.teacher, {"hard_loss_weight": 0.5}),
+        (f"{term}.jensen_shannon.vocab_alignment", "INVALID_COMBINATION", case.teacher, {"truncate_to_common": True}),
+        ("teacher_hidden", "INVALID_COMBINATION", case.teacher, {"teacher_hidden": case.hidden}),
+        ("join_key", "INVALID_COMBINATION", case.teacher, {"join_key": "key"}),
+        ("outputs", "INVALID_COMBINATION", case.teacher, {"outputs": ("lse",)}),
+        ("ids", "SHAPE_MISMATCH", headwater.TopKTeacher(ids[1:], log_probs[1:]), {}),
+        ("ids", "SHAPE_MISMATCH", headwater.TopKTeacher(ids[:, :0], log_probs[:, :0]), {}),
+        ("log_probs", "SHAPE_MISMATCH", headwater.TopKTeacher(ids, log_probs[:, 1:]), {}),
+        ("ids", "DATA_TYPE_MISMATCH", headwater.TopKTeacher(ids.astype(float), log_probs), {}),
+        ("ids", "TARGET_OUT_OF_VOCAB", headwater.TopKTeacher(np.where(ids < 0, VOCAB_SIZE, ids), log_probs), {}),
+        ("log_probs", "INVALID_FIELD", headwater.TopKTeacher(np.abs(ids), log_probs), {}),  # NaN of entries that are used now
         (
-            "header.terms[0].top_k_teacher.ids.data",
+            f"{term}.top_k_teacher.ids.data",
             "INVALID_FIELD",
             headwater.TopKTeacher(np.zeros_like(ids), np.full_like(log_probs, -9)),
+            {},
         ),
-        ("header.terms[0].top_k_teacher.log_probs.data", "INVALID_FIELD", headwater.TopKTeacher(ids, np.full_like(log_probs, -1))),
+        (f"{term}.top_k_teacher.log_probs.data", "INVALID_FIELD", headwater.TopKTeacher(ids, np.full_like(log_probs, -1)), {}),
     ):
-        expect(reason, field, teacher)
+        with refused(reason, headwater.HeadwaterError, field=field):
+            head.jsd(case.hidden, teacher, **{"beta": 0, **options})
 
 
 def test_a_torch_loss_is_the_mean_over_valid_tokens(backend, make_head, rng):
@@ -118,16 +97,15 @@ def test_a_torch_loss_is_the_mean_over_valid_tokens(backend, make_head, rng):
     teacher = headwater.TopKTeacher(torch.from_numpy(case.ids), torch.from_numpy(case.log_probs))
     loss = headwater.torch.JSDLoss(head, beta=0, temperature=1.3)(hidden, teacher, **options)
     (2 * loss).backward()
-    counted = np.where(targets == -100, 0, weights.astype(np.float64))
-    losses, grad_hidden, grad_weight = case.expected(1.3, 2 * counted / counted.sum())
-    mean = (counted * losses).sum() / counted.sum()
-    assert abs(loss.item() - mean) <= 1e-6 * mean
-    check(hidden.grad.numpy(), grad_hidden)
-    check(head.gradient(), grad_weight)
+    weight_sum = weights[targets != -100].sum(dtype=np.float64)
+    expected = case.expected(targets, token_weights=weights, student_temperature=1.3, loss_scale=2 / weight_sum)
+    check_number("loss", loss.item(), expected.loss_sum / weight_sum, FP32_LOSS_TOLERANCE)
+    check_tensor("grad_hidden", hidden.grad.numpy(), expected.grad_hidden, FP32_GRADIENT_TOLERANCE)
+    check_tensor("grad_weight", head.gradient(), expected.grad_weight, FP32_GRADIENT_TOLERANCE)
     with torch.no_grad():
         each = headwater.torch.jsd(
             head, torch.tensor(case.hidden), None, teacher, beta=0, temperature=1.3, reduction="none", **options
         )
-    np.testing.assert_allclose(each.numpy(), counted * losses, rtol=0, atol=6e-6)
+    np.testing.assert_allclose(each.numpy(), weights * expected.token_loss, rtol=0, atol=6e-6)
     with refused("INVALID_COMBINATION"):
         headwater.torch.JSDLoss(head, beta=0, teacher_temperature=2.0)(hidden, teacher)

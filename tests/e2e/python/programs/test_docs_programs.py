@@ -1,4 +1,4 @@
-"""The programs of the pages run: whole ones print what the page shows, fragments run in a context of the test's.
+"""The programs of the pages and examples run: whole ones print what the page shows, fragments run in a context of the test's.
 
 A whole program in Python is followed by its output. A whole program in C++ is also a file of client/examples/cpp, which the build
 compiles. A fragment in either language has an entry in docs_contexts.py; one in C++ is compiled.
@@ -6,6 +6,7 @@ compiles. A fragment in either language has an entry in docs_contexts.py; one in
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from certificates import make_access
 from conftest import running_server
 from docs_blocks import PRINTED_ADDRESS, ROOT, blocks_of, check_output, pages
 from docs_contexts import CONTEXTS
+from expectations import run_python
 
 BLOCKS = [block for page in pages(None) for block in blocks_of(page)]
 PROGRAMS = [block for block in BLOCKS if block[3] or "int main" in block[2]]
@@ -125,3 +127,12 @@ def test_fragments_in_cpp_compile(block, tmp_path):
     )
     headers = [f"-I{ROOT}/client/{part}/include" for part in ("core", "cpp")]
     run([compiler, "-std=c++20", "-fsyntax-only", *headers, str(source)], tmp_path)
+
+
+def test_a_teacher_in_its_own_process_lowers_the_divergence(each_place):
+    arguments = [each_place.address] if each_place.address else []
+    output = run_python(ROOT / "client/examples/python/teacher_process.py", *arguments)
+    first, last = map(float, re.findall(r"divergence ([0-9.]+) nats", output))
+    assert last < 0.9 * first
+    if each_place.address:
+        assert not [info for info in each_place.client.heads() if "example" in info.name]

@@ -1,4 +1,7 @@
-"""A small trunk, and the same training step with the head in process (fp64) and away."""
+"""A small trunk, the same training step with the head in process (fp64) and away, and data-parallel trainers as threads."""
+
+import concurrent.futures
+import threading
 
 import numpy as np
 import torch
@@ -79,3 +82,35 @@ def check_step(problem, head, trunk, tolerance=1e-5):
     expected, _ = problem.reference(problem.cross_entropy())
     assert relative(problem.weight - torch.tensor(head.weight()), 0.1 * expected[1]) <= tolerance
     assert relative(problem.trunk - trunk.detach().cpu(), 0.1 * expected[0]) <= tolerance
+
+
+class Ranks:
+    """Threads that behave as data-parallel processes: a barrier, and an all-reduce of the body's gradients."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.gradients = [None] * world_size
+
+    def average(self, rank, parameters):
+        self.gradients[rank] = [p.grad for p in parameters]
+        self.barrier.wait()
+        mean = [sum(group) / self.world_size if group[0] is not None else None for group in zip(*self.gradients, strict=True)]
+        self.barrier.wait()
+        for parameter, gradient in zip(parameters, mean, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    def run(self, work):
+        """Runs `work(rank)` of all; raises an error that came before the others' broken barrier."""
+
+        def one(rank):
+            try:
+                work(rank)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with concurrent.futures.ThreadPoolExecutor(self.world_size) as threads:
+            errors = [future.exception() for future in [threads.submit(one, rank) for rank in range(self.world_size)]]
+        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error

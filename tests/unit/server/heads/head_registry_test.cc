@@ -55,9 +55,9 @@ TEST(HeadNameTest, ParsesFullNamesOnly) {
   }
   expect_refused("tenants/default/heads/" + longest + "a");
   expect_refused(std::string("tenants/default/heads/a\0b", 25));
-  for (const char* name : {"", "student", "tenants//heads/a", "tenants/default/head/a", "/tenants/default/heads/a", "tenants/abc",
-                           "tenantz/a/heads/b", "tenants/a/headz/b", "tenants/a"}) {
-    expect_refused(name);
+  for (const char* wrong : {"", "student", "tenants//heads/a", "tenants/default/head/a", "/tenants/default/heads/a", "tenants/abc",
+                            "tenantz/a/heads/b", "tenants/a/headz/b", "tenants/a"}) {
+    expect_refused(wrong);
   }
 }
 

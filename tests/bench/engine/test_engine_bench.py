@@ -1,0 +1,30 @@
+"""The benchmarks of the engines run, tiny, on the CPU: every figure of theirs is taken."""
+
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
+import figures
+
+KEPT = pathlib.Path(__file__).resolve().parents[3] / "docs/benchmarks"
+
+
+def test_every_figure_of_the_cpu_engine_is_taken_again(smoke_run):
+    pytest.importorskip("torch")
+    values = smoke_run("engine")
+    kept = {row["case"] for row in figures.read(KEPT / "engine.csv") if not row["case"].startswith(figures.GPU_PREFIX)}
+    versioned = "eager_pytorch_"
+    assert {case for case in kept if not case.startswith(versioned)} <= set(values)
+    assert any(case.startswith(versioned) for case in values)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name", "kept", "prefix"),
+    (("1", "engine_cuda", "engine.csv", "ce_n8192_h4096"), ("2", "many-gpus", "many-gpus.csv", "group2_ce_n8192_h4096")),
+)
+def test_the_figures_of_gpus_are_taken_by_their_names(smoke_run, gpus, name, kept, prefix):
+    values = smoke_run(name, "--gpus", gpus, script="gpu")
+    expected = [row["case"][5:] for row in figures.read(KEPT / kept) if row["case"].startswith(f"cuda_{prefix}")]
+    assert expected and {f"cpu_{case}" for case in expected} <= set(values)
