@@ -1,5 +1,6 @@
 """Servers, waits and programs for the tests of deployment and of monitoring."""
 
+import contextlib
 import importlib.util
 import os
 import time
@@ -13,7 +14,16 @@ import pytest
 _spec = importlib.util.spec_from_file_location("e2e_conftest", Path(__file__).parents[1] / "e2e/python/conftest.py")
 _e2e = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_e2e)
-Server, running_server, START_TIMEOUT_S = _e2e.Server, _e2e.running_server, _e2e.START_TIMEOUT_S
+Server, START_TIMEOUT_S = _e2e.Server, _e2e.START_TIMEOUT_S
+
+
+@contextlib.contextmanager
+def running_server(*flags: str, **process):
+    """A server with the CPU engine, which must end in an orderly way."""
+    with _e2e.running_server("--engine=cpu", *flags, **process) as server:
+        yield server
+        server.process.terminate()
+        server.process.wait(START_TIMEOUT_S)
 
 
 def program(name: str) -> str:

@@ -57,13 +57,17 @@ def validator():
     """The module kubernetes_validate; from PyPI into the build tree, unless it is there."""
     folder = manifests.ROOT / "build" / f"kubernetes-validate-{sys.version_info.major}.{sys.version_info.minor}"
     if not folder.exists():
-        new = folder.with_name(f"{folder.name}.part")
-        shutil.rmtree(new, ignore_errors=True)
+        new = folder.with_name(f"{folder.name}.{os.getpid()}")
         pip = [sys.executable, *"-m pip install --quiet --no-input --no-compile --retries 1 --target".split(), str(new)]
         done = subprocess.run([*pip, VALIDATOR], capture_output=True, text=True)
         if done.returncode:
+            shutil.rmtree(new, ignore_errors=True)
             pytest.skip(f"PyPI does not give {VALIDATOR}: {done.stderr.strip()[-300:]}")
-        new.rename(folder)
+        try:
+            new.rename(folder)
+        except OSError:  # another run was faster
+            shutil.rmtree(new)
+            assert folder.exists()
     sys.path.append(str(folder))
     return importlib.import_module("kubernetes_validate")
 

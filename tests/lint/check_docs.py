@@ -12,12 +12,13 @@ import re
 import sys
 from pathlib import Path
 
-from lint import FENCE, ROOT, blank, finish, pages
+from lint import ROOT, blank, finish, pages
 
 TOP_LEVEL = ("client", "deploy", "docs", "kernels", "proto", "server", "tests", ".ci")
 README_LINES = 150
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 CODE = re.compile(r"`([^`\n]+)`")
+FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 SOURCES = {".h", ".cc", ".cu", ".cuh", ".py", ".proto"}
 FUNCTION = re.compile(r"(?:\w+::)*(~?\w+)\(\)")
 HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import code_comments
-from lint import FENCE, ROOT, blank, finish, pages
+from lint import ROOT, blank, finish, pages
 
 MAX_WORDS = 25
 LEFT_OUT = (
@@ -60,6 +60,7 @@ CODE_WORDS = {
     re.compile(r"\bnone (is|are) (there|here)\b|\bthat (is|are) none\b"): "without a, absent",
 }
 PRINTED = re.compile(r"<!-- flags:.*?<!-- end of flags -->", re.DOTALL)
+FENCE = re.compile(r"^[ \t]*(```|~~~).*?^[ \t]*\1\s*$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_\[]*([A-Z0-9`]|[a-z]+[A-Z0-9_(/\[]|[a-z]+\.[a-z])|\"[a-z_]+\")")
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|etc|vs|cf|approx|no)\.$|\b[A-Z]\.$")

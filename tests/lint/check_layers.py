@@ -161,6 +161,8 @@ def check_tree(root: Path) -> tuple[int, list[str]]:
 def main() -> int:
     count, errors = check_tree(ROOT)
     errors += check_imports.check_package(ROOT / check_imports.FOLDER)
+    if count == 0:
+        errors.append(f"{ROOT}: no source file found")
     return finish("layers", f"{count} files", errors)
 
 

@@ -160,7 +160,7 @@ class Service(Worker):
     """A worker that says `ready`, and answers `COMMAND NAME=VALUE...` with `ok WORD...` or `error WHY`: by serve.h or serve()."""
 
     def __init__(self, command, environment=None):
-        super().__init__(command, environment, silence=300)
+        super().__init__(command, environment, silence=330)  # longer than a group waits for its ranks
         if (first := self.read()) != "ready":
             self.close()
             raise RuntimeError(first)

@@ -1,5 +1,7 @@
 #include "tests/bench/common/serve.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <exception>
@@ -39,6 +41,10 @@ void Require(const absl::Status& status) {
 }
 
 int Serve(int argc, char** argv, const std::function<Answer(Request& arguments)>& open) {
+  // Libraries print to standard output, too, as NCCL does where it is asked to. Theirs goes to standard error.
+  const int answers = dup(STDOUT_FILENO);
+  dup2(STDERR_FILENO, STDOUT_FILENO);
+  const auto say = [answers](const std::string& line) { dprintf(answers, "%s\n", line.c_str()); };
   Answer answer;
   try {
     Request arguments(argc, argv);
@@ -48,7 +54,7 @@ int Serve(int argc, char** argv, const std::function<Answer(Request& arguments)>
     std::fprintf(stderr, "%s\n", error.what());
     return 1;
   }
-  std::cout << "ready" << std::endl;
+  say("ready");
   for (std::string line; std::getline(std::cin, line);) {
     std::string words;
     try {
@@ -59,7 +65,7 @@ int Serve(int argc, char** argv, const std::function<Answer(Request& arguments)>
       words = std::string("error ") + error.what();
     }
     std::replace(words.begin(), words.end(), '\n', ' ');
-    std::cout << words << std::endl;
+    say(words);
   }
   return 0;
 }

@@ -196,7 +196,7 @@ class Run:
         """Adds what the server has counted since its start."""
         with contextlib.suppress(OSError):
             metrics = self._server.metrics()
-            self.metrics["restored heads"] += int(metrics["headwater_restored_heads_total"])
+            self.metrics["restored heads"] += int(metrics.get("headwater_restored_heads_total", 0))
             for name, value in metrics.items():
                 if found := re.fullmatch(r'headwater_micro_batches_total\{outcome="(\w+)"\}', name):
                     self.metrics[found[1]] += int(value)

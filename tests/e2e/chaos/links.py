@@ -57,8 +57,9 @@ class ProxyLink:
         sink.close()  # which ends the other direction, too
 
     def _reset(self) -> None:
-        for writer in self._writers:
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        for writer in tuple(self._writers):
+            with contextlib.suppress(OSError):  # it has ended by itself
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
 
     def cut(self, seconds: float) -> None:

@@ -37,7 +37,7 @@ def run_python(program, *arguments, timeout_s=120):
 
 
 class ClientProgram:
-    """A process whose client has connected, and which does `work` when it is told to.
+    """A process whose client has connected, and which does `work` after finish() or go_on().
 
     The work's names are `client` and `head`; options of `connect` may be given.
     """

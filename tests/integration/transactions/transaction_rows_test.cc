@@ -613,7 +613,7 @@ std::vector<TransactionRow> EpochRows() {
        {},
        kWithCheckpoints},
       {"RestoringCanBeSwitchedOff",
-       "a server that is told not to brings no head back",
+       "a server without restore_heads brings no head back",
        [](Trial& t) {
          EXPECT_EQ(t.Save("s0"), "OK");
          t.Restart();

@@ -4,17 +4,9 @@
 #include <stdexcept>
 #include <utility>
 
-#include "absl/time/clock.h"
 #include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
-
-bool Await(const std::function<bool()>& condition) {
-  for (const absl::Time end = absl::Now() + absl::Seconds(60); absl::Now() < end; absl::SleepFor(absl::Milliseconds(2))) {
-    if (condition()) return true;
-  }
-  return false;
-}
 
 v1::JoinRequest HelloOf(const std::string& version) {
   v1::JoinRequest hello;

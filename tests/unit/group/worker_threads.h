@@ -16,6 +16,7 @@
 #include "headwater/kernels/engine.h"
 #include "server/group/group_assembly.h"
 #include "server/group/ranks/rank_worker.h"
+#include "tests/e2e/cpp/support/await.h"
 #include "tests/unit/forwarding_engine.h"
 
 namespace headwater::testing {
@@ -25,8 +26,7 @@ using MadeEngine = absl::StatusOr<std::unique_ptr<LossEngine>>;
 // What a worker says first.
 v1::JoinRequest HelloOf(const std::string& version);
 
-// Something that happens on another thread, waited for: false if it has not within a minute.
-bool Await(const std::function<bool()>& condition);
+using e2e::Await;
 
 // Both ends of a call.
 class TestCall final : public group::JoinCall, public group::WorkerChannel {

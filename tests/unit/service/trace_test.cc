@@ -22,6 +22,7 @@
 #include "server/observability/logging.h"
 #include "server/observability/metrics.h"
 #include "server/observability/monotonic_clock.h"
+#include "tests/e2e/cpp/support/await.h"
 #include "tests/unit/expect_status.h"
 #include "tests/unit/server/temporary_directory.h"
 
@@ -29,6 +30,7 @@ namespace headwater::observability {
 namespace {
 
 namespace fs = std::filesystem;
+using e2e::Await;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::SizeIs;
@@ -51,12 +53,6 @@ class Folder : public headwater::testing::TemporaryDirectory {
 void WriteFile(const std::string& path, const std::string& text) {
   std::ofstream(path + ".tmp") << text;
   fs::rename(path + ".tmp", path);
-}
-
-bool Await(const std::function<bool()>& condition) {
-  const absl::Time end = absl::Now() + absl::Seconds(60);
-  while (!condition() && absl::Now() < end) absl::SleepFor(absl::Milliseconds(10));
-  return condition();
 }
 
 std::shared_ptr<CallTrace> MakeTrace(const std::string& span_id = NewSpanId()) {

@@ -296,7 +296,7 @@ def test_an_interrupt_as_the_library_takes_a_call_ends_it_with_its_memory_there(
     freed = []
     library.on_free = lambda: freed.append(there() is not None)
     library.on_start = interrupt
-    done = (lambda call: pytest.fail("nobody is told"),) if way == "start" else ()
+    done = (lambda call: pytest.fail("it is not called back"),) if way == "start" else ()
     with pytest.raises(KeyboardInterrupt):
         getattr(connection, way)(*done, b"/x", b"", 1.0, Tensors(keep_alive=used))
     assert not _core._pending

@@ -245,11 +245,15 @@ def kill_in_a_micro_batch(group: Group, student) -> None:
 
     with concurrent.futures.ThreadPoolExecutor(1) as callers:
         calls = callers.submit(submit_until_failure)
-        for _ in range(2):
-            assert answered.acquire(timeout=START_TIMEOUT_S), group.logs()
-        start = time.monotonic()
-        group.kill_worker()
-        error = calls.exception(START_TIMEOUT_S)
+        try:
+            for _ in range(2):
+                assert answered.acquire(timeout=START_TIMEOUT_S), group.logs()
+            start = time.monotonic()
+            group.kill_worker()
+            error = calls.exception(START_TIMEOUT_S)
+        finally:
+            if not calls.done():  # or the pool's end would wait for them
+                group.leader.kill()
     print(f"answered after {time.monotonic() - start:.2f} s: {error}")
     assert isinstance(error, headwater.StepLostError), group.logs()
     group.start_worker()

@@ -106,8 +106,9 @@ def test_a_trainer_and_a_server_that_have_no_step_in_common_are_told(undisturbed
             path.unlink()
         (server.directory / "state" / "step-9").write_bytes(b"")
         known = {"checkpoints": "step-2=2,step-0=0"}
-        with refused("STEP_MISMATCH", headwater.FailedPreconditionError, openStep="3", trainerSteps="9", **known):
+        with refused("STEP_MISMATCH", headwater.FailedPreconditionError) as info:
             trainer.run(STEPS)
+        assert info.value.metadata == {"openStep": "3", "trainerSteps": "9", **known}
         head = client.head("student")
         head.step = 8
         with refused("STEP_MISMATCH", headwater.StepMismatchError, openStep="3") as info:

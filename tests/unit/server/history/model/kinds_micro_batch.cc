@@ -154,7 +154,7 @@ std::vector<Kind> KindTable::DecisionKinds() {
          e.targets[0].step = 0;
        }},
       {"discard", 24, ToDiscard, Contribution},
-      {"discard a higher attempt, whoever owns it", 6, ToDiscard, Contribution, HigherAttempt,
+      {"discard a higher attempt of any owner", 6, ToDiscard, Contribution, HigherAttempt,
        [](G&, E& e) { e.session = kNoSession; }},
       {"discard a lower attempt", 4, ToDiscard, Contribution, LowerAttempt},
       {"discard what is not known", 8, OnStep(Op::kDiscard), AnyMicroBatch, AnyAttempt},
