@@ -186,9 +186,11 @@ TEST(ManyRowsTest, AreStagedAndCommitted) {
       const Gradient gradient = heads.ReadGradient(0);
       ExpectTensorNear("grad_weight", ToDoubles(gradient.weight), expected.gradient(0).weight, &plain.grad_weight[0],
                        Suite().grad_weight_factor * kPlainFactor);
-      // Minus the same contribution leaves next to nothing.
+      // Minus the same contribution leaves next to nothing, of the weights' part alone too.
       ASSERT_TRUE(heads.Stage(problem, TrainingStep())->Commit(-1).ok());
-      EXPECT_LE(heads.ReadGradient(0).SquaredNorm(), 1e-10 * gradient.SquaredNorm());
+      const Gradient rest = heads.ReadGradient(0);
+      EXPECT_LE(rest.SquaredNorm(), 1e-10 * gradient.SquaredNorm());
+      EXPECT_LE(Gradient{.weight = rest.weight}.SquaredNorm(), 1e-10 * Gradient{.weight = gradient.weight}.SquaredNorm());
     }
   }
 }
