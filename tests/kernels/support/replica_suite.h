@@ -43,7 +43,10 @@ struct ReplicaCase {
   std::function<std::unique_ptr<LossEngine>()> make_one;
   // Why it cannot be made here, or an empty string; null: it always can.
   std::function<std::string()> reason_to_skip;
-  std::vector<ReplicaForm> forms = {{ReplicaOptions(), {}}, {ReplicaOptions(/*jsd=*/true), {}}};
+  std::vector<ReplicaForm> forms = {{ReplicaOptions(), {}},
+                                    {ReplicaOptions(/*jsd=*/true), {}},
+                                    {ReplicaOptions(/*jsd=*/false, DataType::kBFloat16), {}},
+                                    {ReplicaOptions(/*jsd=*/true, DataType::kFloat16), {}}};
 };
 inline void PrintTo(const ReplicaCase& of, std::ostream* out) { *out << of.name; }
 

@@ -48,8 +48,10 @@ std::vector<ResultCase> MakeCases() {
     options.push_back(dithered);
   }
   options.push_back(ProblemOptions{.name = "AllIgnored", .ignored_share = 1});
-  options.push_back(WithType(CrossEntropyOptionCases().back(), DataType::kBFloat16));
-  options.back().name += "BFloat16";
+  for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+    options.push_back(WithType(CrossEntropyOptionCases().back(), type));
+    options.back().name += DataTypeName(type);
+  }
 
   std::vector<ResultCase> cases;
   for (ProblemOptions& one : options) {
