@@ -301,15 +301,21 @@ TEST_P(Replicas, LiveBesideHeadsByVocabularyButNotInOneCall) {
   const auto group = Group();
   const auto one = One();
   LoadedHeads rows(*group, problems[0].heads), alone(*one, problems[0].heads);
-  LoadedHeads sharded(*group, ByVocabulary(other.heads));
+  LoadedHeads sharded(*group, ByVocabulary(other.heads)), sharded_16_bits(*group, ByVocabulary(problems[0].heads));
   const PreparedMicroBatch mixed(other, {rows.pointers()[0], sharded.pointers()[1]}, {});
   EXPECT_REASON(group->Compute(mixed.micro_batch), kInvalidCombination);
   mixed.ExpectOutputsUntouched();
+  const Expected expected = ComputeExpected(other);
   RunThreads(ranks() + 1, [&](int64_t caller) {
     for (int round = 0; round < kRounds; ++round) {
-      EXPECT_OK(caller < ranks() ? rows.TryCompute(problems[static_cast<size_t>(caller)], {}) : sharded.TryCompute(other, {}));
+      Outcome outcome;
+      EXPECT_OK(caller < ranks() ? rows.TryCompute(problems[static_cast<size_t>(caller)], {})
+                                 : sharded.TryCompute(other, {.read_gradients = false}, &outcome));
+      if (caller == ranks()) ExpectOutcomeMatches(other, expected, outcome);
     }
   });
+  // Work of the replicas may still wait here.
+  ExpectHeadsMatch(sharded_16_bits, problems[0], ComputeExpected(problems[0]));
   for (int round = 0; round < kRounds; ++round) {
     for (const Problem& problem : problems) EXPECT_OK(alone.TryCompute(problem, {}));
   }
