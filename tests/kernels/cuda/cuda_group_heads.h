@@ -56,7 +56,7 @@ class CudaGroupCaseTest : public ::testing::TestWithParam<GroupCase> {
 class GroupHeads {
  public:
   GroupHeads(CudaGroup& group, const std::vector<TestHead>& heads);
-  std::vector<EngineHead*> On(int32_t rank) const { return ranks_[static_cast<size_t>(rank)]->pointers(); }
+  LoadedHeads& On(int32_t rank) const { return *ranks_[static_cast<size_t>(rank)]; }
 
  private:
   std::vector<std::unique_ptr<LoadedHeads>> ranks_;

@@ -1,6 +1,7 @@
 // CudaEngine as the ranks of a group, one GPU each: the results of a single engine, for every option, however rows and shards are
 // cut. Repetitions have the same bits. Failures of a rank end the group as specified. Calls are those of the engine that a server
-// drives. Skipped where there are fewer GPUs than ranks, unless they share one (cuda_group.h).
+// drives, or where a test says so each rank's own. Skipped where there are fewer GPUs than ranks, unless they share one
+// (cuda_group.h).
 #include "tests/kernels/cuda/cuda_group.h"
 
 #include <chrono>
@@ -21,6 +22,7 @@
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/kernel_suite.h"
 #include "tests/kernels/support/problem.h"
+#include "tests/kernels/support/replica_suite.h"
 #include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
@@ -90,6 +92,11 @@ std::vector<ProblemOptions> ExponentialCases() {
     cases.push_back(options);
   }
   return cases;
+}
+
+// One case of each form in which ranks compute.
+std::vector<ProblemOptions> FormCases() {
+  return {CrossEntropyOptionCases().back(), DivergenceCases().back(), ExponentialCases().front(), ShardPassCases().back()};
 }
 
 class CudaGroupTest : public CudaGroupCaseTest {
@@ -251,8 +258,7 @@ TEST_P(CudaGroupTest, SlicesOfLogitsAgreeWithOneGpu) {
 }
 
 TEST_P(CudaGroupTest, RepeatsBitwise) {
-  std::vector<ProblemOptions> cases = {CrossEntropyOptionCases().back(), DivergenceCases().back(), ExponentialCases().front(),
-                                       ShardPassCases().back()};
+  const std::vector<ProblemOptions> cases = FormCases();
   for (const bool deterministic : {false, true}) {
     EngineOptions engine_options = PlainOptions();
     engine_options.deterministic = deterministic;
@@ -376,6 +382,54 @@ TEST_P(CudaGroupTest, UnreadyRankChangesNothing) {
   EXPECT_OK(group->health());
   fails_ = false;
   ExpectHeadsMatch(heads, problem, ComputeExpected(problem));
+}
+
+// Calls on each rank. All ranks have outputs, but only the first one's are results.
+TEST_P(CudaGroupTest, RanksStayWithinTheirOutputsAndOnlyTheFirstReportsRows) {
+  const std::unique_ptr<CudaGroup> group = CudaGroupCaseTest::Make();
+  std::vector<ProblemOptions> cases = FormCases();
+  cases.push_back({.rows = 4500, .vocab_size = 301});  // rows leave in slices
+  for (const ProblemOptions& options : cases) {
+    const Problem problem = MakeProblem(WithType(options, DataType::kBFloat16));
+    const GroupHeads heads(*group, problem.heads);
+    group->Run([&](int32_t rank) {
+      PreparedMicroBatch prepared(problem, heads.On(rank).pointers(), ComputeOptions{.token_outputs = problem.rows < 256});
+      CheckedFlow flow(prepared.micro_batch);
+      prepared.micro_batch.flow = &flow;
+      CheckStatus(group->engine(rank).Compute(prepared.micro_batch).status(), options.name.c_str());
+      prepared.ExpectGuardsAndInputsIntact();
+      EXPECT_EQ(flow.decided(), 1);
+      if (rank == 0) flow.ExpectComplete();
+      EXPECT_EQ(flow.notes() > 0, rank == 0) << options.name;
+    });
+  }
+}
+
+// Calls on each rank.
+TEST_P(CudaGroupTest, EveryRankRefusesWithTheReason) {
+  const Problem problem = MakeReplicaProblems(1, ReplicaOptions(/*jsd=*/true, DataType::kFloat16))[0];
+  Problem large = problem;
+  large.grad_hidden_scale = 1e9;
+  const std::unique_ptr<CudaGroup> group = CudaGroupCaseTest::Make(FailingOptions(ShardPhase::kPrepare));
+  const GroupHeads replicas(*group, problem.heads), heads(*group, ByVocabulary(problem.heads));
+  const ComputeOptions stage = {.grad_weight = GradWeightMode::kStage, .refuse_non_finite = true};
+  group->Run([&](int32_t rank) {
+    LoadedHeads& own = heads.On(rank);
+    EXPECT_REASON(own.TryCompute(large, stage), kNonFiniteValues);
+    EXPECT_EQ(own.head(0).FreeStagingSlots(), 1);
+    const std::unique_ptr<StagedContribution> staged = own.Stage(problem);
+    EXPECT_REASON(own.TryCompute(problem, stage), kStagingFull);
+    // A student and a teacher of two kinds; each rank refuses them without waiting for the others.
+    const PreparedMicroBatch mixed(problem, {replicas.On(rank).pointers()[0], own.pointers()[1]}, {});
+    EXPECT_REASON(group->engine(rank).Compute(mixed.micro_batch), kInvalidCombination);
+    mixed.ExpectOutputsUntouched();
+  });
+  fails_ = true;
+  group->Run([&](int32_t rank) {
+    EXPECT_ERROR(heads.On(rank).TryCompute(problem, {}), kShardNotReady, {"shard", std::to_string(ranks() - 1)});
+    EXPECT_REASON(heads.On(rank).head(0).ZeroGradient(), kShardNotReady);
+    EXPECT_OK(group->engine(rank).health());
+  });
 }
 
 // A rank that fails while the others are in the middle of it: they must not wait for it on the device.

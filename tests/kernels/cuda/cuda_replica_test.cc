@@ -17,6 +17,7 @@
 #include "tests/kernels/support/engine_run.h"
 #include "tests/kernels/support/problem.h"
 #include "tests/kernels/support/replica_suite.h"
+#include "tests/unit/expect_status.h"
 #include "tests/unit/run_threads.h"
 
 namespace headwater::testing {
@@ -28,7 +29,7 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 std::vector<float> GradientOf(const GroupHeads& heads, int32_t ranks, HeadTensor tensor) {
   std::vector<float> gradient;
   for (int32_t rank = 0; rank < ranks; ++rank) {
-    const EngineHead& head = *heads.On(rank)[0];
+    const EngineHead& head = heads.On(rank).head(0);
     const std::vector<float> own = ReadFloats(head, tensor);
     gradient.resize(own.size());
     const VocabShard& shard = head.shards()[static_cast<size_t>(rank)];
@@ -54,6 +55,25 @@ class CudaReplicaTest : public CudaGroupCaseTest {
   }
 };
 
+// Each rank by itself: its outcome and its accumulator.
+TEST_P(Replicas, AccumulateTheBitsOfOneEngineOnEachRank) {
+  EngineOptions of_ranks = PlainOptions();
+  of_ranks.shard_weights = GetParam().weights;
+  CudaGroup group(ranks(), of_ranks);
+  for (const auto& [options, compute] : GetParam().forms) {
+    SCOPED_TRACE(options.name + ", " + DataTypeName(options.head_type));
+    const std::vector<Problem> problems = MakeReplicaProblems(count(), options);
+    const GroupHeads heads(group, problems[0].heads);
+    std::vector<Outcome> outcomes(count());
+    group.Run([&](int32_t rank) { outcomes[rank] = heads.On(rank).Compute(problems[rank], compute); });
+    LoadedHeads alone(problems[0].heads, PlainOptions());
+    for (size_t rank = 0; rank < count(); ++rank) {
+      EXPECT_TRUE(outcomes[rank].BitwiseEquals(alone.Compute(problems[rank], compute))) << rank;
+      alone.ZeroGradients();
+    }
+  }
+}
+
 // As many as there are slots on each rank, from calls that come at once; one more is refused.
 TEST_P(CudaReplicaTest, StageOnEachRankFromCallsAtOnce) {
   constexpr size_t kSlots = 2;
@@ -61,22 +81,17 @@ TEST_P(CudaReplicaTest, StageOnEachRankFromCallsAtOnce) {
   const std::unique_ptr<CudaGroup> group = Make();
   const GroupHeads heads(*group, problems[0].heads);
   group->Run([&](int32_t rank) {
-    EngineHead& head = *heads.On(rank)[0];
+    EngineHead& head = heads.On(rank).head(0);
     EXPECT_TRUE(head.StagesConcurrently());
     std::array<absl::StatusOr<MicroBatchResult>, kSlots + 1> results;
     RunThreads(static_cast<int64_t>(results.size()), [&](int64_t call) {
-      const PreparedMicroBatch prepared(problems[static_cast<size_t>(rank)], heads.On(rank),
-                                        ComputeOptions{.grad_weight = GradWeightMode::kStage});
-      results[static_cast<size_t>(call)] = group->engine(rank).Compute(prepared.micro_batch);
+      results[call] = heads.On(rank).TryCompute(problems[rank], {.grad_weight = GradWeightMode::kStage});
     });
     EXPECT_EQ(head.FreeStagingSlots(), 0);
     std::vector<std::unique_ptr<StagedContribution>> staged;
     for (auto& result : results) {
-      if (result.ok()) {
-        staged.push_back(std::move(result->staged));
-      } else {
-        EXPECT_TRUE(HasReason(result.status(), ErrorReason::kStagingFull)) << result.status();
-      }
+      EXPECT_TRUE(result.ok() || HasReason(result.status(), ErrorReason::kStagingFull)) << result.status();
+      if (result.ok()) staged.push_back(std::move(result->staged));
     }
     ASSERT_EQ(staged.size(), kSlots);
     for (const float value : ReadFloats(head, HeadTensor::kGradWeight)) ASSERT_EQ(value, 0);
@@ -111,16 +126,14 @@ TEST_P(CudaReplicaTest, SmallMicroBatchesAtOnceOnEachRank) {
     }
   }
   group->Run([&](int32_t rank) {
-    const size_t index = static_cast<size_t>(rank);
     RunThreads(kThreads, [&](int64_t) {
       for (int round = 0; round < kRounds; ++round) {
-        const PreparedMicroBatch prepared(problems[index], heads.On(rank), plain);
-        const absl::StatusOr<MicroBatchResult> result = group->engine(rank).Compute(prepared.micro_batch);
+        const absl::StatusOr<MicroBatchResult> result = heads.On(rank).TryCompute(problems[rank], plain);
         ASSERT_TRUE(result.ok()) << result.status();
-        EXPECT_NEAR(result->terms[0].loss_sum, losses[index], 1e-5 * std::abs(losses[index]));
+        EXPECT_NEAR(result->terms[0].loss_sum, losses[rank], 1e-5 * std::abs(losses[rank]));
       }
     });
-    CheckStatus(heads.On(rank)[0]->ReduceGradient(), "ReduceGradient");
+    CheckStatus(heads.On(rank).head(0).ReduceGradient(), "ReduceGradient");
   });
   EXPECT_LE(RelativeDifference(GradientOf(heads, ranks(), HeadTensor::kGradWeight), alone.ReadGradient(0).weight), 1e-4);
 }
@@ -132,16 +145,15 @@ TEST_P(CudaReplicaTest, UnreadyRankDoesNotStopOthers) {
   const GroupHeads heads(*group, problems[0].heads);
   fails_ = true;
   group->Run([&](int32_t rank) {
-    const PreparedMicroBatch prepared(problems[static_cast<size_t>(rank)], heads.On(rank), {});
-    const absl::Status status = group->engine(rank).Compute(prepared.micro_batch).status();
+    const absl::Status status = heads.On(rank).TryCompute(problems[rank], {}).status();
     EXPECT_EQ(HasReason(status, ErrorReason::kShardNotReady), rank == last) << status;
     EXPECT_EQ(status.ok(), rank != last) << status;
     // All of them are asked about this.
-    EXPECT_TRUE(HasReason(heads.On(rank)[0]->ReduceGradient(), ErrorReason::kShardNotReady));
+    EXPECT_TRUE(HasReason(heads.On(rank).head(0).ReduceGradient(), ErrorReason::kShardNotReady));
     EXPECT_TRUE(group->engine(rank).health().ok());
   });
   fails_ = false;
-  group->Run([&](int32_t rank) { CheckStatus(heads.On(rank)[0]->ReduceGradient(), "ReduceGradient"); });
+  group->Run([&](int32_t rank) { CheckStatus(heads.On(rank).head(0).ReduceGradient(), "ReduceGradient"); });
   std::vector<double> factors(problems.size(), 1);
   factors.back() = 0;
   ExpectSumOfGradients({GradientOf(heads, ranks(), HeadTensor::kGradWeight), {}}, problems, factors);
@@ -155,18 +167,14 @@ TEST_P(CudaReplicaTest, FailedRankBreaksTheGroup) {
   const GroupHeads heads(*group, problems[0].heads);
   fails_ = true;
   group->Run([&](int32_t rank) {
-    EngineHead& head = *heads.On(rank)[0];
+    const auto compute = [&] { return heads.On(rank).TryCompute(problems[rank], {}); };
     if (rank == last) {
-      const PreparedMicroBatch prepared(problems[static_cast<size_t>(rank)], heads.On(rank), {});
-      const absl::Status status = group->engine(rank).Compute(prepared.micro_batch).status();
-      EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
+      EXPECT_REASON(compute(), kEngineFailed);
     }
     // The others wait here for the rank that does not come.
-    const absl::Status status = head.ReduceGradient();
-    EXPECT_TRUE(HasReason(status, ErrorReason::kEngineFailed)) << status;
-    EXPECT_TRUE(HasReason(group->engine(rank).health(), ErrorReason::kEngineFailed));
-    const PreparedMicroBatch prepared(problems[static_cast<size_t>(rank)], heads.On(rank), {});
-    EXPECT_TRUE(HasReason(group->engine(rank).Compute(prepared.micro_batch).status(), ErrorReason::kEngineFailed));
+    EXPECT_REASON(heads.On(rank).head(0).ReduceGradient(), kEngineFailed);
+    EXPECT_REASON(group->engine(rank).health(), kEngineFailed);
+    EXPECT_REASON(compute(), kEngineFailed);
   });
 }
 
