@@ -31,6 +31,7 @@ ABSL_FLAG(
     "and valid vocabulary");
 ABSL_FLAG(bool, allow_unchecked, false, "take a config although it has keys that may change the logits in an unknown way");
 ABSL_FLAG(std::string, parallelism, "vocabulary", "how a group of ranks shares the head's work: vocabulary or rows");
+ABSL_FLAG(bool, int8_teacher, false, "logits as a teacher come from int8 products (a frozen 16-bit head on a Hopper GPU)");
 
 namespace headwater::ctl {
 namespace {
@@ -85,9 +86,10 @@ absl::Status TakeOver(const ModelHead& model, const std::string& path, client::H
 
 }  // namespace
 
-const std::vector<std::string> kHeadFlags = {"vocab_size", "hidden_size",      "data_type",   "bias",      "logit_scale",
-                                             "softcap",    "valid_vocab_size", "trainable",   "optimizer", "weight_decay",
-                                             "momentum",   "staging_slots",    "parallelism", "config",    "allow_unchecked"};
+const std::vector<std::string> kHeadFlags = {"vocab_size",  "hidden_size",  "data_type",        "bias",
+                                             "logit_scale", "softcap",      "valid_vocab_size", "trainable",
+                                             "optimizer",   "weight_decay", "momentum",         "staging_slots",
+                                             "parallelism", "int8_teacher", "config",           "allow_unchecked"};
 
 std::optional<client::DataType> DataTypeNamed(absl::string_view name) {
   for (const client::DataType type : {client::DataType::kFloat32, client::DataType::kBFloat16, client::DataType::kFloat16}) {
@@ -134,6 +136,7 @@ absl::StatusOr<client::HeadSpec> HeadSpecFromFlags(const client::HeadSpec& defau
   spec.trainable = absl::GetFlag(FLAGS_trainable);
   HEADWATER_ASSIGN_OR_RETURN(spec.optimizer, OptimizerFromFlags());
   if (FlagGiven("staging_slots")) spec.staging_slots = absl::GetFlag(FLAGS_staging_slots);
+  spec.int8_teacher = absl::GetFlag(FLAGS_int8_teacher);
   HEADWATER_ASSIGN_OR_RETURN(spec.parallelism, ParseParallelism(absl::GetFlag(FLAGS_parallelism)));
   return spec;
 }

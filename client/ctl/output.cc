@@ -117,7 +117,8 @@ void to_json(nlohmann::json& document, const HeadSpec& spec) {
               {"trainable", spec.trainable},
               {"optimizer", ctl::OptimizerName(spec.optimizer)},
               {"staging_slots", spec.staging_slots.value_or(spec.trainable ? 1 : 0)},
-              {"parallelism", ParallelismName(spec.parallelism)}};
+              {"parallelism", ParallelismName(spec.parallelism)},
+              {"int8_teacher", spec.int8_teacher}};
 }
 
 void to_json(nlohmann::json& document, const HeadInfo& head) {

@@ -4,6 +4,7 @@
 
 #include "headwater/kernels/communicator.h"
 #include "headwater/kernels/error.h"
+#include "headwater/kernels/return_if_error.h"
 
 namespace headwater {
 namespace {
@@ -51,7 +52,14 @@ absl::Status CheckEngineOptions(const EngineOptions& options) {
   return absl::OkStatus();
 }
 
-absl::Status CheckParallelism(const HeadSpec& spec, const EngineOptions& options) {
+absl::Status CheckHeadSpec(const HeadSpec& spec, const EngineOptions& options, bool has_int8) {
+  HEADWATER_RETURN_IF_ERROR(ValidateHeadSpec(spec));
+  if (spec.int8_teacher && !has_int8) {
+    return MakeError(
+        ErrorReason::kFeatureNotBuilt,
+        "int8_teacher must be false: int8 products are built for the CUDA engine on GPUs of compute capability 9.0 alone",
+        {{"field", "int8_teacher"}, {"feature", "int8_teacher"}});
+  }
   if (spec.parallelism != Parallelism::kRows || options.group.world_size == 1 || !options.deterministic) return absl::OkStatus();
   return MakeError(ErrorReason::kInvalidCombination,
                    "parallelism must be vocabulary in deterministic mode: which micro-batches a rank adds up, and so the "

@@ -16,8 +16,9 @@ inline constexpr int32_t kMaxThreads = 1024;
 // kInvalidField. Options that only one engine looks at are its own to check.
 absl::Status CheckEngineOptions(const EngineOptions& options);
 
-// The refusal of heads with Parallelism::kRows in a group: kInvalidCombination in deterministic mode.
-absl::Status CheckParallelism(const HeadSpec& spec, const EngineOptions& options);
+// ValidateHeadSpec(), and what an engine refuses: in a group Parallelism::kRows in deterministic mode (kInvalidCombination), and
+// int8_teacher unless it `has_int8` (kFeatureNotBuilt).
+absl::Status CheckHeadSpec(const HeadSpec& spec, const EngineOptions& options, bool has_int8);
 
 }  // namespace headwater
 

@@ -75,6 +75,15 @@ absl::Status ValidateHeadSpec(const HeadSpec& spec, const std::string& path) {
   const bool is_known = spec.parallelism == Parallelism::kVocabulary || spec.parallelism == Parallelism::kRows;
   HEADWATER_RETURN_IF_ERROR(Check(path + "parallelism", static_cast<int32_t>(spec.parallelism), is_known, "VOCABULARY or ROWS"));
   HEADWATER_RETURN_IF_ERROR(ValidateOptimizerSpec(spec.optimizer, path));
+  if (spec.int8_teacher) {
+    const bool fits = !spec.trainable && spec.data_type != DataType::kFloat32 && spec.hidden_size <= kMaxInt8HiddenSize;
+    if (!fits) {
+      return FieldError(
+          ErrorReason::kInvalidCombination, path + "int8_teacher",
+          absl::StrCat("false: true is for a frozen head of BFLOAT16 or FLOAT16 whose hidden_size is at most ", kMaxInt8HiddenSize),
+          "true");
+    }
+  }
   if (spec.trainable) return absl::OkStatus();
   if (!std::holds_alternative<std::monostate>(spec.optimizer)) {
     return FieldError(ErrorReason::kInvalidCombination, path + "optimizer", "nothing, because the head is frozen", "an optimizer");

@@ -12,6 +12,7 @@
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/machine_limits.h"
 #include "headwater/kernels/product_rate.h"
+#include "headwater/kernels/return_if_error.h"
 #include "kernels/core/engine_options_check.h"
 #include "kernels/core/micro_batch_check.h"
 #include "kernels/cpu/cpu_head.h"
@@ -106,16 +107,12 @@ class CpuEngine final : public LossEngine {
   const EngineOptions& options() const override { return core_->options; }
 
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
-    absl::Status status = ValidateHeadSpec(spec);
-    if (status.ok()) status = CheckParallelism(spec, core_->options);
-    if (!status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CheckHeadSpec(spec, core_->options, /*has_int8=*/false));
     return Plan(spec).memory;
   }
 
   absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override {
-    absl::Status status = ValidateHeadSpec(spec);
-    if (status.ok()) status = CheckParallelism(spec, core_->options);
-    if (!status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CheckHeadSpec(spec, core_->options, /*has_int8=*/false));
     HeadPlan plan = Plan(spec);
     {
       std::lock_guard<std::mutex> lock(core_->plan_mutex);

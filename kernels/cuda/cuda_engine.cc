@@ -158,16 +158,12 @@ class CudaEngine final : public LossEngine {
   absl::Status DoHealth() const override { return core_->health(); }
 
   absl::StatusOr<MemoryPlan> PlanHead(const HeadSpec& spec) const override {
-    absl::Status status = ValidateHeadSpec(spec);
-    if (status.ok()) status = CheckParallelism(spec, core_->options());
-    if (!status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CheckHeadSpec(spec, core_->options(), core_->hopper()));
     return PlanHeadOnCuda(spec, core_->options()).memory;
   }
 
   absl::StatusOr<std::unique_ptr<EngineHead>> DoCreateHead(const HeadSpec& spec) override {
-    absl::Status status = ValidateHeadSpec(spec);
-    if (status.ok()) status = CheckParallelism(spec, core_->options());
-    if (!status.ok()) return status;
+    HEADWATER_RETURN_IF_ERROR(CheckHeadSpec(spec, core_->options(), core_->hopper()));
     HEADWATER_RETURN_IF_ERROR(core_->health());
     absl::StatusOr<std::unique_ptr<CudaHead>> head = CudaHead::Create(core_, spec, PlanHeadOnCuda(spec, core_->options()));
     if (!head.ok()) return head.status();

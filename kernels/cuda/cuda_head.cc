@@ -16,6 +16,8 @@ namespace {
 
 static_assert(kLibraryBytes == Products::kWorkspaceBytes, "the plan and cuBLASLt must agree on its part of the workspace");
 
+constexpr int64_t kInt8MeansBytes = 256;
+
 bool IsGradient(HeadTensor tensor) { return tensor == HeadTensor::kGradWeight || tensor == HeadTensor::kGradBias; }
 
 const DeviceMemory& MemoryOf(const ShardStorage& storage, HeadTensor tensor, bool separate_master) {
@@ -94,6 +96,7 @@ absl::Status CudaHead::Allocate() {
     const int64_t state_biases = spec().has_bias ? storage.updated.size() : 0;
     allocate(weights * stored_bytes, &storage.weight);
     allocate(biases * stored_bytes, &storage.bias);
+    if (spec().int8_teacher) allocate(kInt8MeansBytes + Int8Bytes(rows.size(), spec().hidden_size), &storage.int8_weight);
     if (HasSeparateMaster(spec())) {
       allocate(state_weights * 4, &storage.master_weight);
       allocate(state_biases * 4, &storage.master_bias);
@@ -154,6 +157,26 @@ ShardWeights CudaHead::shard_weights(int32_t rank) const {
   return shard;
 }
 
+Int8Rows CudaHead::int8_weights(int32_t rank) const {
+  const ShardWeights shard = shard_weights(rank);
+  return LayOutInt8(storage_[static_cast<size_t>(rank)].int8_weight.As<char>() + kInt8MeansBytes, shard.columns, shard.width);
+}
+
+absl::Status CudaHead::MakeInt8Weights() {
+  if (int8_is_made_) return absl::OkStatus();
+  for (int32_t rank = 0; rank < shard_count(); ++rank) {
+    const ShardWeights shard = shard_weights(rank);
+    if (shard.columns == 0) continue;
+    const Int8Rows copy = int8_weights(rank);
+    const ConstMatrix weight = {shard.weight, shard.columns, shard.width, shard.stride, shard.element};
+    double* const means = storage_[static_cast<size_t>(rank)].int8_weight.As<double>();
+    HEADWATER_RETURN_IF_ERROR(core_->Check(LaunchQuantizeRows(weight, copy, core_->stream()), "the int8 copy of the weights"));
+    HEADWATER_RETURN_IF_ERROR(core_->Check(LaunchInt8Means(copy, means, core_->stream()), "the int8 copy of the weights"));
+  }
+  int8_is_made_ = true;
+  return absl::OkStatus();
+}
+
 WeightTarget CudaHead::accumulator(int32_t rank) const {
   const ShardStorage& storage = storage_[static_cast<size_t>(rank)];
   return {storage.grad_weight.As<float>(), storage.grad_bias.As<float>()};
@@ -192,6 +215,7 @@ absl::Status CudaHead::DoReadTensor(HeadTensor tensor, int64_t element_start, in
 absl::Status CudaHead::DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   HEADWATER_RETURN_IF_ERROR(CheckRange(tensor, element_start, element_count));
   WorkLock lock(*core_);
+  int8_is_made_ = false;
   TensorCopy copy(*core_);
   const auto write = [&] {
     HEADWATER_RETURN_IF_ERROR(FlushGradient(tensor));

@@ -19,6 +19,7 @@
 #include "kernels/cuda/engine_core.h"
 #include "kernels/cuda/head_plan.h"
 #include "kernels/cuda/launch_types.h"
+#include "kernels/cuda/products/int8_product.h"
 #include "kernels/cuda/tensor_copy.h"
 
 namespace headwater::cuda {
@@ -39,6 +40,7 @@ struct ShardStorage {
   RowRange updated;            // those of masters and state, which this rank updates, counted from the first of `rows`
   DeviceMemory weight;         // [rows, padded], storage type
   DeviceMemory bias;           // [rows], storage type
+  DeviceMemory int8_weight;    // with int8_teacher: the means [2] fp64 in 256 bytes, and the rows (products/int8_product.h)
   DeviceMemory master_weight;  // fp32; only if separate
   DeviceMemory master_bias;
   DeviceMemory grad_weight;  // fp32
@@ -80,6 +82,11 @@ class CudaHead final : public HeadBase {
   int32_t merged_shards() const { return is_replica() ? 1 : static_cast<int32_t>(shard_rows().size()); }
   // The operand of products: the shard's rows below valid_vocab_size.
   ShardWeights shard_weights(int32_t rank) const;
+  // With int8_teacher: the int8 copy of those rows, with LaunchInt8Means()'s means, made by MakeInt8Weights(). That enqueues the
+  // copy, unless the weights are as when it was last made. For the holder of the work lock.
+  Int8Rows int8_weights(int32_t rank) const;
+  const double* int8_means(int32_t rank) const { return storage_[static_cast<size_t>(rank)].int8_weight.As<double>(); }
+  absl::Status MakeInt8Weights();
   WeightTarget accumulator(int32_t rank) const;                          // null for a frozen head
   WeightTarget staging_slot(int32_t rank, int32_t slot) const;           // laid out as the accumulator
   const DeviceMemory& staging_memory(int32_t rank, int32_t slot) const;  // the whole slot
@@ -129,6 +136,7 @@ class CudaHead final : public HeadBase {
   const int64_t chunk_bytes_;
   std::vector<ShardStorage> storage_;
   bool gradient_known_ = true;
+  bool int8_is_made_ = false;
   mutable Zeros zeros_ = Zeros::kNone;
 };
 

@@ -117,6 +117,13 @@ HeadPlan PlanHeadOnCuda(const HeadSpec& spec, const EngineOptions& options) {
       AddTensorItems(held, row_stride, &plan.memory);
     }
   }
+  if (spec.int8_teacher) {
+    const bool is_shard = options.group.world_size > 1 && spec.parallelism == Parallelism::kVocabulary;
+    const int64_t rows = is_shard ? plan.shards[static_cast<size_t>(options.group.rank)].size() : spec.vocab_size;
+    // CudaHead's means and Int8Bytes().
+    AddPlanItem("int8_weight", SaturatingAdd(SaturatingMultiply(rows, (spec.hidden_size + 127) / 128 * 128 + 8), 1024),
+                &plan.memory);
+  }
   plan.own_bytes = plan.memory.total_bytes;
 
   const bool exact = options.token_chunk_rows > 0;

@@ -183,6 +183,7 @@ std::string FormatManifest(const Manifest& manifest) {
                      {"spec", SpecToJson(manifest.info.spec)},
                      {"staging_slots", manifest.info.spec.staging_slots},
                      {"parallelism", ParallelismName(manifest.info.spec.parallelism)},
+                     {"int8_teacher", manifest.info.spec.int8_teacher},
                      {"step", manifest.info.step},
                      {"update_count", manifest.info.update_count},
                      {"sequence", manifest.info.sequence},
@@ -226,6 +227,7 @@ absl::StatusOr<Manifest> ReadManifest(const ReadableFile& file) {
   reader.ReadIfThere("parallelism", &parallelism);
   const bool by_rows = parallelism == ParallelismName(Parallelism::kRows);
   reader.Note(by_rows || parallelism == ParallelismName(Parallelism::kVocabulary));
+  reader.ReadIfThere("int8_teacher", &manifest.info.spec.int8_teacher);
   reader.ReadIfThere("numerics", &manifest.info.numerics);
   reader.Note(staging_slots <= INT32_MAX);
   const json* spec = FindMember(*body, "spec", json::value_t::object);

@@ -1,12 +1,12 @@
-// The manifest of a checkpoint: the head's spec and step, and the files that hold it, with their checksums. `staging_slots`,
-// `parallelism`, `sequence`, `first_sequence`, `save_time_s` and `numerics` may be missing, and are 0, "vocabulary" or empty then.
+// The manifest of a checkpoint: the head's spec and step, and the files that hold it, with their checksums. Members of `manifest`
+// that older versions did not write may be missing: they are 0, "vocabulary", false or empty then.
 //
 //   {"checksum": "<XXH3-128 of the dump of `manifest`>",
 //    "manifest": {"format": "headwater-checkpoint", "format_version": 1, "spec": {...}, "staging_slots": 2,
-//                 "parallelism": "rows", "step": 7, "update_count": 6, "sequence": 12, "first_sequence": 3, "save_time_s":
-//                 1767225600, "numerics": "...", "files": [{"name": "shard-00000-of-00002.safetensors", "bytes": 123, "xxh3_128":
-//                 "...",
-//                            "vocab_start": 0, "vocab_end": 100}, ...]}}
+//                 "parallelism": "rows", "int8_teacher": false, "step": 7, "update_count": 6, "sequence": 12,
+//                 "first_sequence": 3, "save_time_s": 1767225600, "numerics": "...",
+//                 "files": [{"name": "shard-00000-of-00002.safetensors", "bytes": 123, "xxh3_128": "...", "vocab_start": 0,
+//                            "vocab_end": 100}, ...]}}
 #ifndef HEADWATER_SERVER_CHECKPOINT_MANIFEST_H_
 #define HEADWATER_SERVER_CHECKPOINT_MANIFEST_H_
 

@@ -24,12 +24,12 @@ absl::Status QuotaError(const std::string& message, const char* limit, int64_t m
 // kHeadSpecMismatch unless a call that asks for `wanted` can have `head`.
 absl::Status CheckSameSpec(const Head& head, const HeadSpec& wanted) {
   std::vector<checkpoint::SpecDifference> differences = checkpoint::FindSpecDifferences(head.spec(), wanted);
-  if (head.spec().staging_slots != wanted.staging_slots) {
-    differences.push_back({"staging_slots", absl::StrCat(head.spec().staging_slots), absl::StrCat(wanted.staging_slots)});
-  }
-  if (head.spec().parallelism != wanted.parallelism) {
-    differences.push_back({"parallelism", ParallelismName(head.spec().parallelism), ParallelismName(wanted.parallelism)});
-  }
+  const auto compare = [&](const char* field, const auto& text_of) {
+    if (text_of(head.spec()) != text_of(wanted)) differences.push_back({field, text_of(head.spec()), text_of(wanted)});
+  };
+  compare("staging_slots", [](const HeadSpec& spec) { return absl::StrCat(spec.staging_slots); });
+  compare("parallelism", [](const HeadSpec& spec) { return std::string(ParallelismName(spec.parallelism)); });
+  compare("int8_teacher", [](const HeadSpec& spec) { return std::string(spec.int8_teacher ? "true" : "false"); });
   if (differences.empty()) return absl::OkStatus();
   std::string fields, expected, actual;
   for (const auto& [field, here, asked] : differences) {

@@ -6,6 +6,8 @@
 
 #include "gtest/gtest.h"
 #include "tests/kernels/support/comparison.h"
+#include "tests/kernels/support/kernel_suite.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
@@ -220,6 +222,38 @@ TEST_P(JsdBeta, AcceptsTheStudentsHeadAsTeacher) {
   problem.heads.resize(1);
   problem.terms[0].teacher = 0;
   ExpectEngineMatches(problem);
+}
+
+// A teacher whose rows and weights have one element each: rounding to int8 is exact, for all of a rotated row is equally large.
+TEST(Int8Teacher, MatchesFp64WhereRoundingIsExact) {
+  for (const DataType type : {DataType::kBFloat16, DataType::kFloat16}) {
+    for (const int32_t shards : {1, 3}) {
+      for (const bool transforms : {false, true}) {
+        SCOPED_TRACE(::testing::Message() << DataTypeName(type) << ", shards " << shards << (transforms ? ", transforms" : ""));
+        ProblemOptions options = Small(0.5, {.bias = transforms, .teacher_temperature = 0.7, .teacher_hidden_size = 150});
+        options.logit_scale = transforms ? -0.8 : 1;
+        options.softcap = transforms ? 8 : 0;
+        options.hard_loss_weight = transforms ? 0.3 : 0;
+        Problem problem = MakeProblem(WithType(options, type));
+        TestHead& teacher = problem.heads[1];
+        teacher.spec.int8_teacher = true;
+        const auto set_elements = [](std::vector<double>& rows, size_t width) {
+          std::fill(rows.begin(), rows.end(), 0);
+          for (size_t row = 0; row < rows.size() / width; ++row) {
+            rows[row * width + row % 4 * 37] = (row % 2 == 0 ? 1 : -1) * (1 + 0.25 * static_cast<double>(row % 7));
+          }
+        };
+        set_elements(teacher.weight, 150);
+        set_elements(problem.terms[0].teacher_hidden, 150);
+        const EngineOptions engine_options = {.shard_count = shards};
+        if (!Suite().has_int8_teacher) {
+          EXPECT_REASON(MakeSuiteEngine(engine_options)->CreateHead(teacher.spec), kFeatureNotBuilt);
+          continue;
+        }
+        EXPECT_GT(ExpectEngineMatches(problem, engine_options).terms[0].sums.teacher_squared_error, 0);
+      }
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, JsdBeta, ::testing::ValuesIn(kBetas),

@@ -120,6 +120,7 @@ class Client(Handle):
         staging_slots: int | None = None,
         initial_step: int = 0,
         parallelism: str = "vocabulary",
+        int8_teacher: bool = False,
         if_exists: str = "fail",
         expected_step: int | None = None,
         timeout_s: float | None = None,
@@ -145,6 +146,8 @@ class Client(Handle):
             parallelism: how a group of ranks shares the head's work; to a server that is alone both are the same. "vocabulary":
                 each holds a shard, and all compute each micro-batch. "rows": each holds all weights, and a micro-batch is computed
                 by one of them, several at once by several. docs/groups.md says which to take when.
+            int8_teacher: for a frozen 16-bit head on a Hopper GPU: its logits as a teacher come from int8 products, which are
+                faster. `teacher_logit_error` of a result is their expected error (docs/math.md, "int8 teachers").
             if_exists: the effect of a head of that name. "fail": an error. "attach": the head is returned as it is, if its
                 specification is the same (`initial_step` does not matter), and `weight` is not uploaded. If its creator is still
                 uploading the weights, this call waits for them. All ranks, and a restarted trainer, can therefore make the same
@@ -203,6 +206,7 @@ class Client(Handle):
             staging_slots=staging_slots,
             initial_step=initial_step,
             parallelism=parallelism,
+            int8_teacher=check_bool(int8_teacher, "int8_teacher"),
         )
         _check_expected_step(expected_step, spec, if_exists)
         if trainable:

@@ -46,7 +46,7 @@ from headwater._types import (
 Data = TypeVar("Data")
 
 # Fields of a HeadSpec that are equal in its message.
-_PLAIN_FIELDS = ("vocab_size", "hidden_size", "has_bias", "trainable", "staging_slots", "initial_step")
+_PLAIN_FIELDS = ("vocab_size", "hidden_size", "has_bias", "trainable", "staging_slots", "initial_step", "int8_teacher")
 
 # Weight and bias, with the wire's numbers.
 TENSORS = {"weight": _wire.HEAD_TENSOR_WEIGHT, "bias": _wire.HEAD_TENSOR_BIAS}

@@ -233,6 +233,7 @@ class HeadSpec:
     staging_slots: int | None = None  # explicit micro-batches that may wait for their decision. None: 1 if trainable
     initial_step: int = 0
     parallelism: str = "vocabulary"  # how a group of ranks shares the work: "vocabulary" or "rows"
+    int8_teacher: bool = False  # a frozen 16-bit head whose logits as a teacher come from int8 products
 
     def __post_init__(self) -> None:
         check_integer(self.vocab_size, "vocab_size", low=1)
@@ -253,6 +254,8 @@ class HeadSpec:
             raise refused("a frozen head takes no optimizer", "optimizer")
         if self.staging_slots and not self.trainable:
             raise refused("a frozen head takes no staging slots", "staging_slots")
+        if self.int8_teacher and (self.trainable or self.data_type == "float32"):
+            raise refused("only a frozen head of bfloat16 or float16 takes int8_teacher", "int8_teacher")
 
     @property
     def valid_size(self) -> int:
@@ -372,10 +375,16 @@ class TermResult:
     weight_version: int = 0
     teacher_weight_version: int = 0
     dither: GradientDither | None = None  # with gradient_resolution; of several terms in `LossResult.terms` alone
+    teacher_squared_error: float = 0.0  # sum of the expected squared errors of an int8 teacher's logits, a mean over columns
+
+    @property
+    def teacher_logit_error(self) -> float:
+        """The expected error of an int8 teacher's logits, a root mean square in nats; 0 of an exact teacher's."""
+        return math.sqrt(self.teacher_squared_error / self.valid_token_count) if self.valid_token_count else 0.0
 
 
 # The sums of a term, by name: those that several terms have together.
-LOSS_SUMS = tuple(name for name in TermResult.__annotations__ if name.endswith(("_sum", "_count")))
+LOSS_SUMS = tuple(name for name in TermResult.__annotations__ if name.endswith(("_sum", "_count", "_error")))
 
 
 @dataclass(frozen=True)

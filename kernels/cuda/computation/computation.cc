@@ -13,13 +13,13 @@ namespace headwater::cuda {
 namespace {
 
 // Host bytes that one row of a term takes on its way up and back.
-constexpr int64_t kHostBytesPerRow = 12 * 4 + sizeof(RowReport) + 2;
+constexpr int64_t kHostBytesPerRow = 13 * 4 + sizeof(RowReport) + 2;
 
 // Rows from which on a pass over half of them takes longer than the ranks need to meet.
 constexpr int64_t kLeastRowsInParts = 1024;
 
 // Host memory for so many rows of a term or a chunk.
-int64_t HostBytes(int64_t rows) { return rows * kHostBytesPerRow + 17 * Workspace::kAlignment; }
+int64_t HostBytes(int64_t rows) { return rows * kHostBytesPerRow + 18 * Workspace::kAlignment; }
 
 }  // namespace
 
@@ -128,6 +128,9 @@ absl::Status Computation::Drain() {
     const std::vector<ChunkRow>& rows = pending.part->rows;
     for (size_t i = 0; i < rows.size(); ++i) {
       RecordRow(rows[i], pending.reports[i], pending.non_finite[i] == 0, pending.term->plan);
+      if (pending.teacher_errors != nullptr) {
+        pending.term->plan->sums.teacher_squared_error += static_cast<double>(pending.teacher_errors[i]);
+      }
       if (pending.non_finite_out != nullptr && pending.non_finite_out[rows[i].chunk_row] != 0) {
         pending.term->plan->non_finite[static_cast<size_t>(rows[i].term_row)] = 1;
       }
@@ -348,8 +351,16 @@ absl::Status Computation::RunWork(Work* work) {
         Check(cudaMemcpyAsync(work->dither, own.dither_total, sizeof(DitherSums), cudaMemcpyDeviceToHost, stream_),
               "the way back of what was dithered"));
   }
+  if (term.int8_teacher) {
+    work->teacher_errors = host_.Take<float>(work->rows);
+    HEADWATER_RETURN_IF_ERROR(
+        Check(cudaMemcpyAsync(work->teacher_errors, own.teacher_errors, static_cast<size_t>(work->rows) * sizeof(float),
+                              cudaMemcpyDeviceToHost, stream_),
+              "the way back of the teacher's errors"));
+  }
   for (const Part& part : work->parts) {
-    pending_.push_back({part.rows, part.term, work->reports + part.first, work->non_finite + part.first, nullptr, work->dither});
+    pending_.push_back({part.rows, part.term, work->reports + part.first, work->non_finite + part.first, nullptr, work->dither,
+                        work->teacher_errors});
   }
   return absl::OkStatus();
 }

@@ -128,7 +128,8 @@ class Computation {
     int32_t* targets;
     RowReport* reports;
     uint8_t* non_finite;
-    DitherSums* dither;  // of the only part; null: exact
+    DitherSums* dither;     // of the only part; null: exact
+    float* teacher_errors;  // of the only part; null: exact
   };
   // Results that are on their way to the host.
   struct Pending {
@@ -138,6 +139,7 @@ class Computation {
     const uint8_t* non_finite;      // of hidden, by term row; null: none
     const uint8_t* non_finite_out;  // of grad_hidden, by chunk row; null: none
     const DitherSums* dither;       // of the part; null: exact
+    const float* teacher_errors;    // by term row; null: exact
   };
 
   // Rows of a chunk's grad_hidden on their way to the host.
@@ -240,6 +242,8 @@ class Computation {
   absl::Status ComputeProducts(Work* work, const Slice& slice);
   // With the student's columns in place (computation_teacher.cc).
   absl::Status ComputeTeacherProducts(Work* work, const Slice& slice);
+  // A slice's teacher rows, `hidden`, in int8, and the expected errors of their logits; with TermRun::int8_teacher.
+  absl::Status QuantizeTeacherRows(Work* work, const Slice& slice, const ConstMatrix& hidden, Int8Rows* out);
   // On a rank whose teacher's shard is not its student's columns: the ranks hand out their parts of each other's columns.
   absl::Status ExchangeTeacherColumns(Work* work, const Slice& slice);
   // Enqueues a copy of columns [first, first + columns) of logits. Strides in elements.

@@ -30,13 +30,21 @@ absl::Status Computation::ComputeTeacherProducts(Work* work, const Slice& slice)
   const Element element = term.ProductElement(term.large_form);
   const int64_t stride = ProductStride(TeacherColumns(term));
   TermBuffers& own = work->own;
+  const ConstMatrix hidden = Rows(work->teacher, slice.first, slice.count);
+  Int8Rows int8_hidden;
+  if (term.int8_teacher) HEADWATER_RETURN_IF_ERROR(QuantizeTeacherRows(work, slice, hidden, &int8_hidden));
   for (int32_t rank = 0; rank < term.teacher->shard_count(); ++rank) {
     const ShardWeights shard = term.teacher->shard_weights(rank);
     if (shard.columns == 0) continue;
-    const double* wide_hidden = own.wide_teacher_hidden == nullptr ? nullptr : own.wide_teacher_hidden + slice.first * shard.stride;
-    HEADWATER_RETURN_IF_ERROR(ComputeLogits(shard, Rows(work->teacher, slice.first, slice.count), wide_hidden, own.panel,
-                                            Advance(own.teacher_products, element, group_ == nullptr ? shard.vocab_start : 0),
-                                            stride));
+    void* const out = Advance(own.teacher_products, element, group_ == nullptr ? shard.vocab_start : 0);
+    if (term.int8_teacher) {
+      HEADWATER_RETURN_IF_ERROR(
+          Check(LaunchInt8Product(int8_hidden, term.teacher->int8_weights(rank), static_cast<float*>(out), stride, stream_),
+                "the teacher's int8 product"));
+    } else {
+      const double* wide = own.wide_teacher_hidden == nullptr ? nullptr : own.wide_teacher_hidden + slice.first * shard.stride;
+      HEADWATER_RETURN_IF_ERROR(ComputeLogits(shard, hidden, wide, own.panel, out, stride));
+    }
     if (own.teacher_bias != nullptr && shard.bias != nullptr) {
       HEADWATER_RETURN_IF_ERROR(
           Check(cudaMemcpyAsync(Advance(own.teacher_bias, shard.element, shard.vocab_start), shard.bias,
@@ -52,6 +60,17 @@ absl::Status Computation::ComputeTeacherProducts(Work* work, const Slice& slice)
                                           view.columns, element, slice.count));
   }
   return absl::OkStatus();
+}
+
+absl::Status Computation::QuantizeTeacherRows(Work* work, const Slice& slice, const ConstMatrix& hidden, Int8Rows* out) {
+  CudaHead& teacher = *work->term->teacher;
+  HEADWATER_RETURN_IF_ERROR(teacher.MakeInt8Weights());
+  const Int8Rows& all = work->own.int8_teacher;
+  *out = {all.data + slice.first * Int8Width(all.width), all.scales + slice.first, all.norms + slice.first, slice.count, all.width};
+  HEADWATER_RETURN_IF_ERROR(Check(LaunchQuantizeRows(hidden, *out, stream_), "a teacher's hidden states in int8"));
+  const double scale = teacher.spec().transform.logit_scale;
+  return Check(LaunchInt8Errors(*out, teacher.int8_means(0), scale * scale, work->own.teacher_errors + slice.first, stream_),
+               "the error of a teacher's logits");
 }
 
 absl::Status Computation::CopyColumns(const void* from, int64_t from_stride, int64_t first, void* to, int64_t to_stride,

@@ -150,6 +150,7 @@ TermRun MakeTermRun(const MicroBatch& micro_batch, TermPlan* plan, bool hopper, 
     for (const SurplusColumns& of : TeacherSurplus(run)) run.exchanges_teacher = run.exchanges_teacher || of.size() > 0;
   }
   run.large_form = narrow ? Form::kRows : Form::kWide;
+  run.int8_teacher = narrow && plan->jsd != nullptr && run.teacher->spec().int8_teacher;
   const auto is_plain = [](const HeadSpec& head) { return !head.has_bias && head.transform.softcap.value_or(0) == 0; };
   run.shard_passes = hopper && narrow && run.head->group() != nullptr && plan->jsd != nullptr && !plan->wants_cross_entropy &&
                      is_plain(spec) && is_plain(run.teacher->spec()) && HasDigitsInOnePass(run.divergence.beta) &&
@@ -240,6 +241,10 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
     if (term.as_on_host || !term.teacher_in_place)
       buffers.teacher_hidden = workspace->TakeBytes(rows * teacher_padded * element_bytes);
     if (wide) buffers.wide_teacher_hidden = workspace->Take<double>(rows * teacher_padded);
+    if (term.int8_teacher) {
+      buffers.int8_teacher = LayOutInt8(workspace->TakeBytes(Int8Bytes(rows, teacher.hidden_size)), rows, teacher.hidden_size);
+      buffers.teacher_errors = workspace->Take<float>(rows);
+    }
     if (!buffers.cut_teacher.empty())
       buffers.teacher_bias = workspace->TakeBytes(teacher_columns * ElementBytes(teacher.data_type));
     if (term.shard_passes) {

@@ -44,6 +44,7 @@ struct TermRun {
   int64_t slice_rows = 0;
   bool exchanges_teacher = false;     // on a rank of a group whose teacher is cut at other columns than the student
   bool shard_passes = false;          // a divergence on a rank of a group, by the passes of divergence_shards.h
+  bool int8_teacher = false;          // the teacher's logits are those of its int8 copy
   bool may_list = false;              // M may become lists of entries (gradient_list.h), if there are rows enough
   CrossEntropyOptions cross_entropy;  // its class weights are device memory
   FinishOptions finish;
@@ -100,6 +101,8 @@ struct TermBuffers {
   void* teacher_products = nullptr;  // [rows, stride of TeacherColumns()]; in slices a slice's rows, as in cut_teacher
   // By shard, only with several, or with exchanges_teacher: the teacher's logits of the student's columns.
   std::vector<void*> cut_teacher;
+  Int8Rows int8_teacher;  // with int8_teacher: the rows of teacher_hidden, and by row the logits' expected squared error
+  float* teacher_errors = nullptr;
   void* teacher_exchange = nullptr;  // with exchanges_teacher: by rank [rows, its SurplusColumns]
   void* teacher_bias = nullptr;      // [teacher's valid vocabulary], with cut_teacher
   float* product = nullptr;          // [rows, padded] fp32: M W

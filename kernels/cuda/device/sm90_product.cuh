@@ -1,11 +1,11 @@
-// One persistent matrix product for Hopper with a free epilogue: A [m, k] * B [n, k]^T, bf16 operands contiguous along k, fp32
-// accumulators.
+// One persistent matrix product for Hopper with a free epilogue: A [m, k] * B [n, k]^T, operands contiguous along k. They are bf16
+// with fp32 accumulators, or int8 with int32 accumulators.
 //
 // Mapping   A tile is 128 rows by 320 columns: two consumer warpgroups of 64 rows (160 accumulators a thread), and a producer
 //           warpgroup, one thread of which issues the copies. A cluster of two CTAs owns neighbouring row tiles of one column tile;
 //           each CTA loads its own A and half of B, which the copy engine multicasts to both.
-// Pipeline  kStages stages of kDepth k. full[s]: the bytes of a stage have landed in this CTA. empty[s]: every consumer warp of
-// both
+// Pipeline  kStages stages of 128 bytes of k. full[s]: the bytes of a stage have landed in this CTA. empty[s]: every consumer warp
+// of both
 //           CTAs has read stage s, so that the multicasts of the next round may overwrite it in both. Warpgroups are not
 //           synchronised with each other otherwise, so that one's products fill the tensor cores during the other's epilogue.
 // Raster    Tiles go in groups of `group` cluster rows, rows fastest: the CTAs at work together share few rows of A and of B, which
@@ -15,6 +15,7 @@
 //           the way in and clipped on the way out by the copy engine.
 //
 // The epilogue is a type with
+//   using Operands                     Bf16Operands or Int8Operands
 //   struct Params                      passed by value to the kernel
 //   struct Rows                        what a thread needs about its two rows, loaded before the main loop to hide the latency
 //   static Rows LoadRows(params, position)
@@ -32,7 +33,7 @@ namespace headwater::cuda::sm90 {
 
 inline constexpr int kTileM = 128;
 inline constexpr int kTileN = 320;  // 192 + 128
-inline constexpr int kDepth = 64;   // k of a stage: 128 bytes a row, one swizzle span
+inline constexpr int kSpan = 128;   // bytes of k of a stage in a row: one swizzle span
 inline constexpr int kStages = 3;
 inline constexpr int kCluster = 2;
 inline constexpr int kConsumerGroups = 2;
@@ -41,18 +42,36 @@ inline constexpr int kProductThreads = 128 * (kConsumerGroups + 1);
 inline constexpr int kAccumulators = kTileN / 2;
 inline constexpr int kStagingBytes = 4096;  // a warp: two boxes of 16 rows by 128 bytes
 
-inline constexpr int kBytesA = kTileM * kDepth * 2;
-inline constexpr int kBytesB = kTileN * kDepth * 2;
-inline constexpr int kChunkBytes = 64 * kDepth * 2;  // 64 rows of an operand in one stage
+inline constexpr int kBytesA = kTileM * kSpan;
+inline constexpr int kBytesB = kTileN * kSpan;
+inline constexpr int kChunkBytes = 64 * kSpan;  // 64 rows of an operand in one stage
 inline constexpr int kBarrierBytes = 2 * kStages * 8;
 // 1024 more than used: the base is aligned to the swizzle's period by hand.
 inline constexpr int kProductSharedBytes = kStages * (kBytesA + kBytesB) + kConsumerWarps * kStagingBytes + kBarrierBytes + 1024;
 static_assert(kProductSharedBytes <= 232448, "a CTA has 227 KiB of shared memory");
 
-// Boxes of the tensor maps: 64 elements (128 bytes, swizzled) by so many rows.
+// Boxes of the tensor maps: kSpan bytes, swizzled, by so many rows.
 inline constexpr int kBoxRowsA = kTileM;
 inline constexpr int kBoxRowsB = kTileN / kCluster;
 inline constexpr int kBoxRowsC = 16;  // a 16-bit result, stored by StoreBf16Block()
+
+// A tile's products of 32 bytes of k. Descriptors of A's 64 rows and B's 320.
+struct Bf16Operands {
+  using Accumulator = float;
+  static constexpr int kBytes = 2;  // of an element
+  static __device__ __forceinline__ void Multiply(float* d, uint64_t a, uint64_t b, bool accumulate) {
+    WgmmaM64N192K16<Major::kK, Major::kK>(d, a, b, accumulate);
+    WgmmaM64N128K16<Major::kK, Major::kK>(d + 96, a, b + (3 * kChunkBytes >> 4), accumulate);
+  }
+};
+struct Int8Operands {
+  using Accumulator = int32_t;
+  static constexpr int kBytes = 1;
+  static __device__ __forceinline__ void Multiply(int32_t* d, uint64_t a, uint64_t b, bool accumulate) {
+    WgmmaInt8M64N192K32(d, a, b, accumulate);
+    WgmmaInt8M64N128K32(d + 96, a, b + (3 * kChunkBytes >> 4), accumulate);
+  }
+};
 
 struct ProductShape {
   int32_t m;
@@ -128,6 +147,8 @@ __global__ void HEADWATER_CLUSTER_DIMS(kCluster) __launch_bounds__(kProductThrea
                   const __grid_constant__ CUtensorMap map_c, const ProductShape shape, const typename Epilogue::Params params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t raw_shared[];
+  using Operands = typename Epilogue::Operands;
+  constexpr int kDepth = kSpan / Operands::kBytes;                      // k of a stage
   const uint32_t shared = (SharedAddress(raw_shared) + 1023) & ~1023u;  // the swizzle pattern repeats every 1024 bytes of address
   const uint32_t shared_a = shared;
   const uint32_t shared_b = shared_a + kStages * kBytesA;
@@ -173,7 +194,7 @@ __global__ void HEADWATER_CLUSTER_DIMS(kCluster) __launch_bounds__(kProductThrea
           BarrierWait(empty + 8 * stage, phase ^ 1);
           BarrierArriveExpect(barrier, kBytesA + kBytesB);
           TensorLoad(shared_a + stage * kBytesA, &map_a, block * kDepth, row, barrier, kEvictNormal);
-          TensorLoadMulticast(shared_b + stage * kBytesB + first * kDepth * 2, &map_b, block * kDepth, column, barrier,
+          TensorLoadMulticast(shared_b + stage * kBytesB + first * kSpan, &map_b, block * kDepth, column, barrier,
                               static_cast<uint16_t>((1 << kCluster) - 1), kEvictNormal);
           if (++stage == kStages) {
             stage = 0;
@@ -184,7 +205,7 @@ __global__ void HEADWATER_CLUSTER_DIMS(kCluster) __launch_bounds__(kProductThrea
     }
   } else {
     RegistersIncrease<232>();
-    constexpr uint32_t kStep = 32 >> 4;  // 16 k further, in descriptor units
+    constexpr uint32_t kStep = 32 >> 4;  // 32 bytes of k further, in descriptor units
     const int32_t consumer = warp - 4;
     const int32_t group_index = consumer / 4;
     const auto release = [&](uint32_t stage) {
@@ -199,7 +220,7 @@ __global__ void HEADWATER_CLUSTER_DIMS(kCluster) __launch_bounds__(kProductThrea
       position.column = column_tile * kTileN;
       position.column_tile = column_tile;
       const typename Epilogue::Rows rows = Epilogue::LoadRows(params, position);
-      float accumulators[kAccumulators];
+      typename Operands::Accumulator accumulators[kAccumulators];
       for (int32_t block = 0; block < k_blocks; ++block) {
         BarrierWait(full + 8 * stage, phase);
         const uint64_t a = WgmmaDescriptor<128>(shared_a + stage * kBytesA + group_index * kChunkBytes, kChunkBytes);
@@ -207,11 +228,8 @@ __global__ void HEADWATER_CLUSTER_DIMS(kCluster) __launch_bounds__(kProductThrea
         AccumulatorFence(accumulators);
         WgmmaFence();
 #pragma unroll
-        for (int step = 0; step < kDepth / 16; ++step) {
-          const bool accumulate = block > 0 || step > 0;
-          WgmmaM64N192K16<Major::kK, Major::kK>(accumulators, a + step * kStep, b + step * kStep, accumulate);
-          WgmmaM64N128K16<Major::kK, Major::kK>(accumulators + 96, a + step * kStep, b + step * kStep + (3 * kChunkBytes >> 4),
-                                                accumulate);
+        for (int step = 0; step < kSpan / 32; ++step) {
+          Operands::Multiply(accumulators, a + step * kStep, b + step * kStep, block > 0 || step > 0);
         }
         WgmmaCommit();
         AccumulatorFence(accumulators);

@@ -194,6 +194,11 @@ __device__ __forceinline__ void AccumulatorFence(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int kCount>
+__device__ __forceinline__ void AccumulatorFence(int32_t (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
 
 // Descriptor of an operand tile with the 128- or 64-byte swizzle, at a 1024-byte aligned base. Groups of eight rows of that many
 // bytes follow each other. `leading_bytes` is the stride between 64-element chunks of an MN-major operand; a K-major one does not

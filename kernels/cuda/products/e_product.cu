@@ -1,13 +1,10 @@
-#include <cuda.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 
 #include "kernels/cuda/device/row_factors.cuh"
-#include "kernels/cuda/device/sm90_product.cuh"
+#include "kernels/cuda/device/sm90_launch.cuh"
 #include "kernels/cuda/products/e_product.h"
 
 namespace headwater::cuda {
@@ -28,6 +25,7 @@ namespace {
 // a softcap 2^-22 * softcap is added, tanh's absolute error.
 template <bool kWithBias, bool kWithSoftcap>
 struct EProductEpilogue {
+  using Operands = sm90::Bf16Operands;
   struct Params {
     const double* target_arguments;  // [m]
     const int32_t* targets;          // [m], columns of the whole vocabulary
@@ -244,94 +242,15 @@ __global__ void __launch_bounds__(128)
 
 // --- Launch ----------------------------------------------------------------------------------------------------------------------
 
-// Cluster rows a raster group: measured (kernels/lab/README.md).
-constexpr int32_t kRasterGroup = 8;
 constexpr double kLog2E = 1.4426950408889634;
 
 int64_t ColumnTiles(int64_t columns) { return (columns + sm90::kTileN - 1) / sm90::kTileN; }
-
-using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                                     const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                     CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// The driver's encoder, looked up once, so that nothing links libcuda. Any thread.
-cudaError_t FindEncoder(EncodeTensorMap* encode) {
-  static std::atomic<EncodeTensorMap> found{nullptr};
-  *encode = found.load(std::memory_order_acquire);
-  if (*encode != nullptr) return cudaSuccess;
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
-#else
-  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &result);
-#endif
-  if (error != cudaSuccess) return error;
-  if (result != cudaDriverEntryPointSuccess) return cudaErrorCallRequiresNewerDriver;
-  *encode = reinterpret_cast<EncodeTensorMap>(entry);
-  found.store(*encode, std::memory_order_release);
-  return cudaSuccess;
-}
-
-// A row-major bf16 matrix in swizzled boxes of 64 columns by `box_rows`. Elements beyond `columns` read as 0 and are not written.
-cudaError_t MakeMap(EncodeTensorMap encode, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows,
-                    CUtensorMap* map) {
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 2};
-  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
-  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-// Multiprocessors of the current device, or an error if the product does not run there. The kernel's shared memory is allowed for
-// once a device; that two threads may do it at the same time does no harm.
-template <class Epilogue>
-cudaError_t Prepare(int* multiprocessors) {
-  constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];  // multiprocessors, or 0
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  *multiprocessors = device < kDevices ? known[device].load(std::memory_order_acquire) : 0;
-  if (*multiprocessors > 0) return cudaSuccess;
-  int major = 0, count = 0;
-  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return error;
-  if (major != 9) return cudaErrorNotSupported;
-  error =
-      cudaFuncSetAttribute(sm90::ProductKernel<Epilogue>, cudaFuncAttributeMaxDynamicSharedMemorySize, sm90::kProductSharedBytes);
-  if (error != cudaSuccess) return error;
-  *multiprocessors = count;
-  if (device < kDevices) known[device].store(count, std::memory_order_release);
-  return cudaSuccess;
-}
 
 template <bool kWithBias, bool kWithSoftcap>
 cudaError_t Launch(const EProductParams& params, cudaStream_t stream) {
   using Epilogue = EProductEpilogue<kWithBias, kWithSoftcap>;
   const ShardWeights& shard = params.shard;
   const Transform& transform = params.transform;
-  EncodeTensorMap encode = nullptr;
-  int multiprocessors = 0;
-  CUtensorMap hidden{}, weight{}, exponentials{};
-  cudaError_t error = FindEncoder(&encode);
-  if (error == cudaSuccess) error = Prepare<Epilogue>(&multiprocessors);
-  if (error == cudaSuccess) {
-    error = MakeMap(encode, params.hidden.data, params.hidden.rows, shard.width, params.hidden.stride, sm90::kBoxRowsA, &hidden);
-  }
-  if (error == cudaSuccess) {
-    error = MakeMap(encode, shard.weight, shard.columns, shard.width, shard.stride, sm90::kBoxRowsB, &weight);
-  }
-  if (error == cudaSuccess) {
-    error =
-        MakeMap(encode, params.exponentials, params.hidden.rows, shard.columns, params.e_stride, sm90::kBoxRowsC, &exponentials);
-  }
-  if (error != cudaSuccess) return error;
-
   typename Epilogue::Params epilogue{};
   epilogue.target_arguments = params.target_arguments;
   epilogue.targets = params.targets;
@@ -348,14 +267,10 @@ cudaError_t Launch(const EProductParams& params, cudaStream_t stream) {
     epilogue.offset_factor =
         transform.logit_scale == 0 ? kLog2E : static_cast<double>(epilogue.column_factor) / transform.logit_scale;
   }
-  const sm90::ProductShape shape{static_cast<int32_t>(params.hidden.rows), static_cast<int32_t>(shard.columns),
-                                 static_cast<int32_t>(shard.width), kRasterGroup};
-  const int64_t cluster_rows = (params.hidden.rows + sm90::kTileM * sm90::kCluster - 1) / (sm90::kTileM * sm90::kCluster);
-  const int64_t clusters = std::min<int64_t>(multiprocessors / sm90::kCluster, cluster_rows * ColumnTiles(shard.columns));
-  sm90::ProductKernel<Epilogue>
-      <<<static_cast<unsigned>(clusters * sm90::kCluster), sm90::kProductThreads, sm90::kProductSharedBytes, stream>>>(
-          hidden, weight, exponentials, shape, epilogue);
-  return cudaGetLastError();
+  const sm90::Operand hidden = {params.hidden.data, params.hidden.rows, params.hidden.stride};
+  const sm90::Operand weight = {shard.weight, shard.columns, shard.stride};
+  const sm90::Operand exponentials = {params.exponentials, params.hidden.rows, params.e_stride};
+  return sm90::LaunchProduct<Epilogue>(hidden, weight, shard.width, exponentials, epilogue, stream);
 }
 
 bool IsMultiple(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }

@@ -26,7 +26,7 @@ void SetField(const From& from, To& to) {
 HEADWATER_FIELDS(v1::LogitTransform, LogitTransform, HEADWATER_LOGIT_TRANSFORM_FIELDS)
 HEADWATER_FIELDS(v1::AdamW, AdamWSpec, HEADWATER_ADAMW_FIELDS)
 HEADWATER_FIELDS(v1::Sgd, SgdSpec, HEADWATER_SGD_FIELDS)
-HEADWATER_FIELDS(v1::HeadSpec, HeadSpec, HEADWATER_HEAD_SPEC_FIELDS, staging_slots, parallelism)
+HEADWATER_FIELDS(v1::HeadSpec, HeadSpec, HEADWATER_HEAD_SPEC_FIELDS, staging_slots, parallelism, int8_teacher)
 HEADWATER_FIELDS(v1::CrossEntropyLoss, CrossEntropySpec, HEADWATER_CROSS_ENTROPY_OPTIONS)
 HEADWATER_FIELDS(v1::JensenShannonLoss, JsdSpec, HEADWATER_JSD_OPTIONS)
 

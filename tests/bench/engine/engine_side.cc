@@ -77,6 +77,7 @@ class Shape {
   const bool options = Has("options");    // bias, smoothing, softcap, z-loss, class weights, every per-token output
   const int64_t staging_slots = Take("staging_slots");
   const int64_t teacher_width = Take("teacher_width");  // divergence; 0: cross entropy
+  const bool int8_teacher = Has("int8_teacher");        // the floor has the product of 16 bits all the same
   const double beta = Take<double>("beta", 0.5);
   const int64_t top_k =
       Take("top_k");  // entries of a top-k teacher in place of the teacher, whose product is still part of the floor
@@ -277,6 +278,7 @@ class Problem {
     spec.trainable = is_student && !shape_.frozen;
     if (spec.trainable) spec.staging_slots = static_cast<int32_t>(shape_.staging_slots);
     spec.has_bias = is_student && shape_.options;
+    spec.int8_teacher = !is_student && shape_.int8_teacher;
     if (spec.has_bias) spec.transform.softcap = 30;
     if (shape_.step_micro_batches > 0) {
       spec.parallelism = Parallelism::kRows;

@@ -407,6 +407,7 @@ void AddCreateRows(const BadValues& rows) {
   spec.At("", Join(kFrozen, {{"spec.optimizer", Clear()}})).Add("INVALID_COMBINATION", {"staging_slots"}, {Int(1)});
   spec.Add("FEATURE_NOT_BUILT", {"low_rank"}, {Int(8)});
   spec.Add("INVALID_FIELD", {"parallelism"}, {Int(99)});
+  spec.Add("INVALID_COMBINATION", {"int8_teacher"}, {Int(1)});
   rows.Add("INVALID_FIELD", {"if_exists"}, {Int(9)});
   rows.At("", {{"name", Text(kHeadName)}}).Add("HEAD_SPEC_MISMATCH", {"if_exists"}, {Int(v1::IF_EXISTS_ATTACH_IF_SAME_SPEC)}, "");
   AddNameRows(rows, "name", false);

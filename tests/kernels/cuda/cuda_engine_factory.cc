@@ -1,4 +1,5 @@
 // The suite's engine: CudaEngine. HEADWATER_SUITE_PORTABLE_KERNELS: only the kernels that every supported GPU runs.
+#include "tests/kernels/cuda/cuda_support.h"
 #include "tests/kernels/cuda/cuda_test_environment.h"
 #include "tests/kernels/support/kernel_suite.h"
 
@@ -38,7 +39,8 @@ const SuiteEngine& Suite() {
       // rows of which one column has most.
       .grad_weight_factor = 1.42,
       .accumulation_error = 1.5e-9,
-      .dither = {.has_smoothing = false, .rounds_entries = true, .most_divergence_shards = 64}};
+      .dither = {.has_smoothing = false, .rounds_entries = true, .most_divergence_shards = 64},
+      .has_int8_teacher = !kPortableKernels && GpuCapability() == 90};
   return engine;
 }
 

@@ -93,7 +93,7 @@ double Gradient::SquaredNorm() const {
   return sum;
 }
 
-static_assert(sizeof(LossSums) == 11 * sizeof(double), "compared as memory, it has no padding");
+static_assert(sizeof(LossSums) == 12 * sizeof(double), "compared as memory, it has no padding");
 
 bool Outcome::BitwiseEquals(const Outcome& other) const {
   if (terms.size() != other.terms.size()) return false;

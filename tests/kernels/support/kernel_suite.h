@@ -42,6 +42,7 @@ struct SuiteEngine {
   // |logit|.
   double accumulation_error = 0;
   SuiteDither dither;
+  bool has_int8_teacher = false;  // false: HeadSpec::int8_teacher is kFeatureNotBuilt
 };
 const SuiteEngine& Suite();
 

@@ -205,6 +205,8 @@ struct LossSums {
   double token_weight_sum = 0;
   double target_weight_sum = 0;  // sum of token_weight * class_weight[target]
   int64_t valid_token_count = 0;
+  // The expected squared error of the teacher's logits, a mean over columns; 0 unless they are those of HeadSpec::int8_teacher.
+  double teacher_squared_error = 0;
   int64_t non_finite_row_count = 0;
   GradientDither dither;  // zeros without gradient_resolution
 };

@@ -88,9 +88,14 @@ struct HeadSpec {
   int32_t staging_slots = 0;  // 0 unless trainable
   int64_t initial_step = 0;
   Parallelism parallelism = Parallelism::kVocabulary;
+  // A frozen head of 16 bits: as a teacher of 16-bit rows its logits are those of an int8 copy (products/int8_product.h). Their
+  // expected error is LossSums::teacher_squared_error. The CUDA engine's on Hopper alone (kFeatureNotBuilt).
+  bool int8_teacher = false;
   bool operator==(const HeadSpec&) const = default;
 };
-// All but the transform, the optimizer, the staging slots and the parallelism.
+// hidden_size of a head with int8_teacher, at most.
+inline constexpr int64_t kMaxInt8HiddenSize = 32768;
+// All but the transform, the optimizer, the staging slots, the parallelism and int8_teacher.
 #define HEADWATER_HEAD_SPEC_FIELDS vocab_size, hidden_size, data_type, has_bias, trainable, initial_step
 
 // Cross entropy with PyTorch's joint definition of label smoothing and class weights, plus z_loss * lse^2, of the logits
@@ -160,8 +165,9 @@ struct VocabShard {
 // A head's memory by purpose. Filled in by LossEngine::PlanHead() without allocating.
 struct MemoryPlan {
   struct Item {
-    std::string purpose;  // weight, bias, grad_weight, grad_bias, master_weight, optimizer_state, staging or workspace
-    int64_t bytes = 0;    // over all shards
+    // weight, bias, int8_weight, grad_weight, grad_bias, master_weight, optimizer_state, staging or workspace
+    std::string purpose;
+    int64_t bytes = 0;  // over all shards
   };
   std::vector<Item> items;
   int64_t total_bytes = 0;       // saturates at INT64_MAX instead of wrapping

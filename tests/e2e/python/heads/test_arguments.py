@@ -252,6 +252,7 @@ BAD_HEADS = {
     "sizes_without_dtype": ("INVALID_FIELD", {"weight": (4, 4)}),
     "initial_step": ("INVALID_FIELD", {"initial_step": -1}),
     "parallelism": ("INVALID_FIELD", {"parallelism": "columns"}),
+    "int8_teacher_of_float32": ("INVALID_COMBINATION", {"int8_teacher": True, "trainable": False}),
     "if_exists": ("INVALID_FIELD", {"if_exists": "overwrite"}),
 }
 

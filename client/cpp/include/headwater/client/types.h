@@ -71,6 +71,9 @@ struct HeadSpec {
   std::optional<int32_t> staging_slots{};     // EXPLICIT micro-batches that may wait at once. Absent: 1 if trainable, else 0
   int64_t initial_step = 0;                   // >= 0; number of the first open step
   Parallelism parallelism = Parallelism::kVocabulary;
+  // For a frozen head of 16 bits: its logits as a teacher come from int8 products, which are faster (docs/math.md, "int8
+  // teachers"). TermResult::teacher_squared_error has their expected error. FEATURE_NOT_BUILT but on Hopper GPUs.
+  bool int8_teacher = false;
 };
 
 // A tensor of a head. The values are those of the wire API.
@@ -320,6 +323,7 @@ struct TermResult {
   double token_weight_sum = 0;   // sum of the token weights
   double target_weight_sum = 0;  // sum of token_weight * class_weight[target]: PyTorch's divisor for a mean with class weights
   int64_t valid_token_count = 0;
+  double teacher_squared_error = 0;  // sum of the expected squared errors of an int8 teacher's logits, a mean over columns
   int64_t non_finite_row_count = 0;  // rows with a NaN or an infinity in loss or gradient
   int64_t weight_version = 0;
   int64_t teacher_weight_version = 0;  // 0 without a teacher
