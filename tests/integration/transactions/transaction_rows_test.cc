@@ -64,10 +64,53 @@ void Sleep(int milliseconds) { std::this_thread::sleep_for(std::chrono::millisec
 
 const TrialSetup kWithCheckpoints = {.checkpoints = true};
 
-// ---- before and while it is computed ---------------------------------------------------------------------------------
+// The client's deadline passes in the middle of the change; it is carried out nevertheless.
+TransactionRow UninterruptedRow(const std::string& name, const std::function<void(Trial&)>& prepare,
+                                const std::function<std::string(Trial&)>& run, const std::vector<std::string>& lines) {
+  return {"NothingInterrupts" + name, "after the decision nothing interrupts it, neither a deadline nor cancellation",
+          [prepare, run](Trial& t) {
+            prepare(t);
+            t.fault().Hold(ShardPhase::kAct);
+            t.deadline_ms = 150;
+            EXPECT_EQ(run(t), "DEADLINE_EXCEEDED");
+            t.deadline_ms = Trial::kDeadlineMs;
+            t.fault().AwaitHeld();
+            t.fault().Clear();
+            EXPECT_EQ(run(t), "OK replayed");  // it waits for the first, or comes after it
+          },
+          [prepare, run](Trial& t) {
+            prepare(t);
+            run(t);
+          },
+          lines};
+}
 
-std::vector<TransactionRow> CancelledRows() {
-  return {
+// A call for the next step waits until that step is open.
+TransactionRow AwaitedRow(const StepCall& step_call) {
+  const auto call = step_call.call;
+  const std::string answer = step_call.answer;
+  return {"TheNextStepIsAwaitedBy" + step_call.name, "a call for open step + 1 waits",
+          [call, answer](Trial& t) {
+            SubmitFirst(t);
+            auto early = std::async(std::launch::async, [&t, call] { return call(t, 1); });
+            EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 1));
+            if (answer == "COMMITTED DIRECT") {
+              EXPECT_TRUE(t.server().AwaitNothingInFlight());  // it holds no budget
+            }
+            EXPECT_EQ(early.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
+            EXPECT_EQ(t.Apply({.ids = {0}}), "OK");
+            EXPECT_EQ(early.get(), answer);
+          },
+          [call, answer](Trial& t) {
+            ApplyFirst(t);
+            EXPECT_EQ(call(t, 1), answer);
+          },
+          step_call.micro_batches};
+}
+
+std::vector<TransactionRow> AllRows() {
+  std::vector<TransactionRow> rows = {
+      // ---- before and while it is computed
       {"CancelledWhileUploading", "an aborted micro-batch leaves the accumulator bitwise as it was",
        [](Trial& t) {
          SubmitFirst(t);
@@ -119,39 +162,7 @@ std::vector<TransactionRow> CancelledRows() {
        },
        [](Trial& t) { t.Head(); },
        {}},
-  };
-}
-
-// ---- waiting for the next step, and for what a step still needs ------------------------------------------------------
-
-std::vector<TransactionRow> AwaitedRows() {
-  std::vector<TransactionRow> rows;
-  for (const StepCall& step_call : StepCalls()) {
-    const auto call = step_call.call;
-    const std::string answer = step_call.answer;
-    rows.push_back({"TheNextStepIsAwaitedBy" + step_call.name, "a call for open step + 1 waits",
-                    [call, answer](Trial& t) {
-                      SubmitFirst(t);
-                      auto early = std::async(std::launch::async, [&t, call] { return call(t, 1); });
-                      EXPECT_TRUE(t.AwaitMetric("headwater_waiting_calls", 1));
-                      if (answer == "COMMITTED DIRECT") {
-                        EXPECT_TRUE(t.server().AwaitNothingInFlight());  // it holds no budget
-                      }
-                      EXPECT_EQ(early.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
-                      EXPECT_EQ(t.Apply({.ids = {0}}), "OK");
-                      EXPECT_EQ(early.get(), answer);
-                    },
-                    [call, answer](Trial& t) {
-                      ApplyFirst(t);
-                      EXPECT_EQ(call(t, 1), answer);
-                    },
-                    step_call.micro_batches});
-  }
-  return rows;
-}
-
-std::vector<TransactionRow> WaitRows() {
-  return {
+      // ---- waiting for the next step, and for what a step still needs
       {"TheWaitIsBoundedByTheDeadline", "a call for open step + 1 waits, bounded by its deadline and its cancellation",
        [](Trial& t) {
          SubmitFirst(t);
@@ -221,35 +232,8 @@ std::vector<TransactionRow> WaitRows() {
        SubmitFirst,
        {kEagerLine},
        MaxStepWait(50)},
-  };
-}
-
-// ---- after the decision ----------------------------------------------------------------------------------------------
-
-// The client's deadline passes in the middle of the change; it is carried out nevertheless.
-TransactionRow UninterruptedRow(const std::string& name, const std::function<void(Trial&)>& prepare,
-                                const std::function<std::string(Trial&)>& run, const std::vector<std::string>& lines) {
-  return {"NothingInterrupts" + name, "after the decision nothing interrupts it, neither a deadline nor cancellation",
-          [prepare, run](Trial& t) {
-            prepare(t);
-            t.fault().Hold(ShardPhase::kAct);
-            t.deadline_ms = 150;
-            EXPECT_EQ(run(t), "DEADLINE_EXCEEDED");
-            t.deadline_ms = Trial::kDeadlineMs;
-            t.fault().AwaitHeld();
-            t.fault().Clear();
-            EXPECT_EQ(run(t), "OK replayed");  // it waits for the first, or comes after it
-          },
-          [prepare, run](Trial& t) {
-            prepare(t);
-            run(t);
-          },
-          lines};
-}
-
-// A shard that fails after the decision makes the head LOST on all shards, and no other.
-std::vector<TransactionRow> ShardRows() {
-  return {
+      // ---- after the decision
+      // A shard that fails after the decision makes the head LOST on all shards, and no other.
       {"ALostHeadIsRestored",
        "a LOST head comes back by RestoreCheckpoint",
        [](Trial& t) {
@@ -273,13 +257,7 @@ std::vector<TransactionRow> ShardRows() {
       UninterruptedRow("ACommit", StageFirst, [](Trial& t) { return t.Commit({.id = 0, .factor = 0.5}); }, {"0 COMMITTED STAGED"}),
       UninterruptedRow("AnApply", SubmitFirst, [](Trial& t) { return t.Apply({.ids = {0}}); }, {}),
       UninterruptedRow("ADiscardedGradient", SubmitFirst, [](Trial& t) { return t.DiscardGradient(); }, {}),
-  };
-}
-
-// ---- contributions ---------------------------------------------------------------------------------------------------
-
-std::vector<TransactionRow> ContributionRows() {
-  return {
+      // ---- contributions
       {"ExplicitIsStaged",
        "STAGED: EXPLICIT; what the products need is kept until the commit, which brings a factor",
        [](Trial& t) {
@@ -407,13 +385,7 @@ std::vector<TransactionRow> ContributionRows() {
        },
        ApplyFirst,
        {}},
-  };
-}
-
-// ---- sessions --------------------------------------------------------------------------------------------------------
-
-std::vector<TransactionRow> SessionRows() {
-  return {
+      // ---- sessions
       {"TheLeaseEnds",
        "when the lease ends its uncommitted contributions go (committed ones stay)",
        [](Trial& t) {
@@ -499,13 +471,7 @@ std::vector<TransactionRow> SessionRows() {
        },
        SubmitFirst,
        {kEagerLine, "1 DISCARDED STAGED"}},
-  };
-}
-
-// ---- new weights, take-over, restart ---------------------------------------------------------------------------------
-
-std::vector<TransactionRow> EpochRows() {
-  return {
+      // ---- new weights, take-over, restart
       {"NewWeightsCloseTheStep",
        "UploadWeights{closes_step}: swapped in whole, the epoch stays, step + 1 is open",
        [](Trial& t) {
@@ -625,15 +591,7 @@ std::vector<TransactionRow> EpochRows() {
        {},
        {.server = WithOption(&service::ServerOptions::restore_heads, false), .checkpoints = true}},
   };
-}
-
-// ---- the test --------------------------------------------------------------------------------------------------------
-
-std::vector<TransactionRow> AllRows() {
-  std::vector<TransactionRow> rows = CancelledRows();
-  for (const auto& more : {AwaitedRows(), WaitRows(), ShardRows(), ContributionRows(), SessionRows(), EpochRows()}) {
-    rows.insert(rows.end(), more.begin(), more.end());
-  }
+  for (const StepCall& call : StepCalls()) rows.push_back(AwaitedRow(call));
   return rows;
 }
 
