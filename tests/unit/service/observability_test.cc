@@ -1,11 +1,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
+#include <memory>
 #include <new>
 #include <string>
 #include <thread>
 
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "server/observability/logging.h"
@@ -152,6 +155,35 @@ TEST(Metrics, DocumentNamesEveryFamily) {
     const std::string name = text.substr(begin + 7, text.find(' ', begin + 7) - begin - 7);
     EXPECT_THAT(document, HasSubstr("| `" + name + "` |"));
   }
+}
+
+TEST(RepeatedTask, IsDoneAgainAndAgainUntilItIsDestroyed) {
+  absl::Notification third;
+  std::atomic<int> rounds{0};
+  {
+    RepeatedTask task(absl::Milliseconds(1), [&] {
+      if (++rounds == 3) third.Notify();
+    });
+    third.WaitForNotification();
+  }
+  const int last = rounds;
+  absl::SleepFor(absl::Milliseconds(20));
+  EXPECT_EQ(rounds, last);
+}
+
+TEST(RepeatedTask, BeginsAfterAnInterval) {
+  const absl::Time begin = MonotonicNow();
+  absl::Notification first;
+  RepeatedTask task(absl::Milliseconds(20), [&] {
+    if (!first.HasBeenNotified()) first.Notify();
+  });
+  first.WaitForNotification();
+  EXPECT_GE(MonotonicNow() - begin, absl::Milliseconds(20));
+}
+
+TEST(RepeatedTask, EndsWithoutWaitingForTheInterval) {
+  auto task = std::make_unique<RepeatedTask>(absl::InfiniteDuration(), [] { FAIL() << "there is no end of the interval"; });
+  task.reset();  // else the test does not end
 }
 
 }  // namespace
