@@ -9,7 +9,6 @@
 #include <set>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "headwater/kernels/digest.h"
 #include "headwater/kernels/error.h"
 
@@ -391,7 +390,6 @@ absl::StatusOr<MicroBatchResult> FakeEngine::DoCompute(const MicroBatch& micro_b
                 micro_batch.hidden.data);
     decision = flow->Decide(micro_batch.digest_rows ? &sum : nullptr);
     if (!decision.ok() && control_.bug != FakeBug::kAddsUndecided) return decision;
-    if (control_.after_decide != nullptr) control_.after_decide();
     if (grad_hidden != nullptr) flow->GradHiddenReady(micro_batch.grad_hidden.row_count);
   }
   if (stages) {

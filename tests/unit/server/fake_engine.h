@@ -57,7 +57,7 @@ class FakeControl {
   // Calls so far.
   int CountOf(const std::string& name) const;
   // Called inside Compute(), if set: before it looks at rows, and after Decide() of a flow.
-  std::function<void()> during_compute, after_decide;
+  std::function<void()> during_compute;
   // Called first by every call, and by Done(), if set.
   std::function<void()> on_call, on_done;
   FakeBug bug = FakeBug::kNone;

@@ -15,8 +15,8 @@
 namespace headwater::scheduler {
 namespace {
 
-using headwater::testing::CancelledWait;
-using headwater::testing::RunUntilItSleeps;
+using headwater::heads::CancelledWait;
+using headwater::heads::RunUntilItSleeps;
 
 constexpr Uses kRead = {Use::kShared, Use::kNone};
 constexpr Uses kShare = {Use::kShared, Use::kShared};

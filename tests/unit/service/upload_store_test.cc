@@ -13,10 +13,10 @@
 namespace headwater::service {
 namespace {
 
+using headwater::heads::KeyOf;
+using headwater::heads::MakeReadyHead;
+using headwater::heads::SpecWith;
 using headwater::testing::FakeEngine;
-using headwater::testing::KeyOf;
-using headwater::testing::MakeReadyHead;
-using headwater::testing::SpecWith;
 
 constexpr int64_t kWeightBytes = 60;  // of SmallSpec(): 5 x 3 in fp32
 constexpr int64_t kBiasBytes = 20;

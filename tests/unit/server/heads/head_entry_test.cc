@@ -1,7 +1,6 @@
 // Head: which calls wait for which, and how their waits end.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>

@@ -53,7 +53,7 @@ HeadSpec Spec() {
   return spec;
 }
 
-Payload RandomPayload(uint64_t seed) { return headwater::testing::RandomPayload(seed, kRows, kVocab, kWidth); }
+Payload RandomPayload(uint64_t seed) { return headwater::heads::RandomPayload(seed, kRows, kVocab, kWidth); }
 
 HeadLimits Deterministic(int64_t ordered_window = 1024) { return {.deterministic = true, .ordered_window = ordered_window}; }
 

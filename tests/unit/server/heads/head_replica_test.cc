@@ -53,9 +53,7 @@ HeadSpec Spec(Parallelism parallelism) {
 
 std::shared_ptr<Head> NewHead(LossEngine& engine, Parallelism parallelism) { return MakeRandomHead(engine, Spec(parallelism)); }
 
-Payload RandomPayload(int64_t id) {
-  return headwater::testing::RandomPayload(static_cast<uint64_t>(id) + 1, kRows, kVocab, kWidth);
-}
+Payload RandomPayload(int64_t id) { return headwater::heads::RandomPayload(static_cast<uint64_t>(id) + 1, kRows, kVocab, kWidth); }
 
 // ||a - b|| / ||b||.
 double Difference(const std::vector<float>& a, const std::vector<float>& b) {

@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 
-namespace headwater::testing {
+namespace headwater::heads {
 
 Payload RandomPayload(uint64_t seed, int64_t row_count, int64_t vocab_size, int64_t hidden_size) {
   std::mt19937_64 random(seed);
@@ -44,7 +44,7 @@ std::shared_ptr<scheduler::Sequencer> TestSequencer() {
   return *sequencer;
 }
 
-MicroBatchCall::MicroBatchCall(const std::shared_ptr<heads::Head>& head, int64_t step, int64_t micro_batch, Payload payload)
+MicroBatchCall::MicroBatchCall(const std::shared_ptr<Head>& head, int64_t step, int64_t micro_batch, Payload payload)
     : payload_(std::move(payload)), grad_hidden_(payload_.hidden.size()) {
   const int64_t row_count = static_cast<int64_t>(payload_.targets.size());
   const int64_t width = head->spec().hidden_size;
@@ -52,7 +52,7 @@ MicroBatchCall::MicroBatchCall(const std::shared_ptr<heads::Head>& head, int64_t
   submission_.digest = DigestOf(payload_);
   submission_.hidden = {payload_.hidden.data(), row_count, width, DataType::kFloat32};
   submission_.grad_hidden = {grad_hidden_.data(), row_count, width, DataType::kFloat32};
-  heads::SubmittedTerm& term = submission_.terms.emplace_back();
+  SubmittedTerm& term = submission_.terms.emplace_back();
   term.head = head;
   term.term.row_count = row_count;
   term.term.targets = payload_.targets;
@@ -90,7 +90,7 @@ MicroBatchCall& MicroBatchCall::Attempt(int64_t attempt) {
   return *this;
 }
 
-MicroBatchCall& MicroBatchCall::Session(const std::optional<heads::SessionId>& session) {
+MicroBatchCall& MicroBatchCall::Session(const std::optional<SessionId>& session) {
   submission_.session = session;
   return *this;
 }
@@ -101,19 +101,19 @@ MicroBatchCall& MicroBatchCall::Held(Hold hold) {
   return *this;
 }
 
-MicroBatchCall& MicroBatchCall::Teacher(const std::shared_ptr<heads::Head>& teacher) {
+MicroBatchCall& MicroBatchCall::Teacher(const std::shared_ptr<Head>& teacher) {
   term().teacher_head = teacher;
   term().term.loss = JsdSpec();
   term().term.teacher_hidden = submission_.hidden;
   return *this;
 }
 
-absl::StatusOr<heads::SubmissionOutcome> MicroBatchCall::Run(LossEngine& engine, const std::function<bool()>& cancelled) {
-  return heads::Submit(submission_, engine, cancelled);
+absl::StatusOr<SubmissionOutcome> MicroBatchCall::Run(LossEngine& engine, const std::function<bool()>& cancelled) {
+  return Submit(submission_, engine, cancelled);
 }
 
-heads::ApplyArguments Rate(double learning_rate, std::optional<double> max_grad_norm) {
-  heads::ApplyArguments arguments;
+ApplyArguments Rate(double learning_rate, std::optional<double> max_grad_norm) {
+  ApplyArguments arguments;
   arguments.learning_rate = learning_rate;
   arguments.max_grad_norm = max_grad_norm;
   return arguments;
@@ -126,10 +126,8 @@ HeadSpec FrozenSpec() {
   return spec;
 }
 
-std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& spec, const std::string& id,
-                                           const heads::HeadLimits& limits) {
-  absl::StatusOr<std::shared_ptr<heads::Head>> head =
-      heads::Head::Create({heads::kDefaultTenant, id}, spec, engine, limits, TestSequencer());
+std::shared_ptr<Head> MakeReadyHead(LossEngine& engine, const HeadSpec& spec, const std::string& id, const HeadLimits& limits) {
+  absl::StatusOr<std::shared_ptr<Head>> head = Head::Create({kDefaultTenant, id}, spec, engine, limits, TestSequencer());
   EXPECT_OK(head);
   std::vector<float> weight(static_cast<size_t>(spec.vocab_size * spec.hidden_size));
   for (size_t i = 0; i < weight.size(); ++i) weight[i] = static_cast<float>(i % 7);
@@ -138,14 +136,13 @@ std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& s
   return *head;
 }
 
-std::shared_ptr<heads::Head> MakeRandomHead(LossEngine& engine, const HeadSpec& spec, const std::string& id,
-                                            const heads::HeadLimits& limits) {
-  const std::shared_ptr<heads::Head> head = MakeReadyHead(engine, spec, id, limits);
+std::shared_ptr<Head> MakeRandomHead(LossEngine& engine, const HeadSpec& spec, const std::string& id, const HeadLimits& limits) {
+  const std::shared_ptr<Head> head = MakeReadyHead(engine, spec, id, limits);
   SetRandomWeights(*head, 7);
   return head;
 }
 
-void SetRandomWeights(heads::Head& head, uint64_t seed) {
+void SetRandomWeights(Head& head, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<float> normal(0, 0.3F);
   const HeadSpec& spec = head.spec();
@@ -155,23 +152,23 @@ void SetRandomWeights(heads::Head& head, uint64_t seed) {
   EXPECT_OK(SetWeights(head, weight, bias));
 }
 
-absl::Status SetWeights(heads::Head& head, const std::vector<float>& weight, const std::vector<float>& bias) {
-  const absl::StatusOr<heads::HeadInfo> set = head.SetTensor(head.Describe().epoch, HeadTensor::kWeight, DataType::kFloat32,
-                                                             weight.data(), static_cast<int64_t>(weight.size() * sizeof(float)));
+absl::Status SetWeights(Head& head, const std::vector<float>& weight, const std::vector<float>& bias) {
+  const absl::StatusOr<HeadInfo> set = head.SetTensor(head.Describe().epoch, HeadTensor::kWeight, DataType::kFloat32, weight.data(),
+                                                      static_cast<int64_t>(weight.size() * sizeof(float)));
   if (!set.ok() || bias.empty()) return set.status();
   return head
       .SetTensor(set->epoch, HeadTensor::kBias, DataType::kFloat32, bias.data(), static_cast<int64_t>(bias.size() * sizeof(float)))
       .status();
 }
 
-std::vector<float> ReadGradWeight(const heads::Head& head) {
+std::vector<float> ReadGradWeight(const Head& head) {
   const int64_t count = head.spec().vocab_size * head.spec().hidden_size;
   std::vector<float> values(static_cast<size_t>(count));
   EXPECT_OK(head.ReadGradient(KeyOf(head), HeadTensor::kGradWeight, 0, count, values.data()));
   return values;
 }
 
-std::vector<float> ReadWeight(const heads::Head& head) {
+std::vector<float> ReadWeight(const Head& head) {
   const int64_t count = head.spec().vocab_size * head.spec().hidden_size;
   std::vector<float> values(static_cast<size_t>(count));
   EXPECT_OK(head.ReadWeights(HeadTensor::kMasterWeight, 0, count, values.data(), std::nullopt));
@@ -198,30 +195,30 @@ std::thread RunUntilItSleeps(std::function<void()> call) {
   return thread;
 }
 
-heads::ContributionState StateOf(const heads::Head& head, int64_t micro_batch) {
+ContributionState StateOf(const Head& head, int64_t micro_batch) {
   const auto steps = head.GetSteps(head.Describe().epoch);
   EXPECT_OK(steps);
   const auto found = steps->first.micro_batches.find(micro_batch);
-  return found == steps->first.micro_batches.end() ? heads::ContributionState::kNone : found->second.state;
+  return found == steps->first.micro_batches.end() ? ContributionState::kNone : found->second.state;
 }
 
-void AddSecondTerm(MicroBatchCall& call, const std::shared_ptr<heads::Head>& other) {
-  heads::SubmittedTerm term = call.term();
+void AddSecondTerm(MicroBatchCall& call, const std::shared_ptr<Head>& other) {
+  SubmittedTerm term = call.term();
   term.head = other;
   term.head_epoch = other->Describe().epoch;
   term.step = KeyOf(*other).step;
   call.submission().terms.push_back(term);
 }
 
-heads::TensorUpdate Filled(HeadTensor tensor, float value, const std::function<absl::Status(int64_t start)>& before) {
+TensorUpdate Filled(HeadTensor tensor, float value, const std::function<absl::Status(int64_t start)>& before) {
   return {tensor, DataType::kFloat32, [value, before](int64_t start, int64_t element_count, void* out) {
             std::fill_n(static_cast<float*>(out), element_count, value);
             return before != nullptr ? before(start) : absl::OkStatus();
           }};
 }
 
-void SetSlowly(heads::Head& head, ThreadGate& gate) {
-  heads::TensorUpdate update = Filled(HeadTensor::kWeight, 1, [&gate](int64_t) {
+void SetSlowly(Head& head, ThreadGate& gate) {
+  TensorUpdate update = Filled(HeadTensor::kWeight, 1, [&gate](int64_t) {
     gate.Stop();
     return absl::OkStatus();
   });
@@ -229,9 +226,9 @@ void SetSlowly(heads::Head& head, ThreadGate& gate) {
   EXPECT_OK(head.SetTensors(head.Describe().epoch, {update}));
 }
 
-heads::StepKey KeyOf(const heads::Head& head) {
-  const heads::HeadInfo info = head.Describe();
+StepKey KeyOf(const Head& head) {
+  const HeadInfo info = head.Describe();
   return {info.epoch, info.open_step.value_or(0)};
 }
 
-}  // namespace headwater::testing
+}  // namespace headwater::heads

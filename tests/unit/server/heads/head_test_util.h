@@ -25,6 +25,11 @@
 
 namespace headwater::heads {
 
+using testing::FakeEngine;
+using testing::ReasonOf;
+using testing::RunThreads;
+using testing::SmallSpec;
+
 // Commit() and Discard() of a micro-batch of one head that no session owns.
 inline absl::StatusOr<bool> CommitTo(const std::shared_ptr<Head>& head, const StepKey& key, int64_t micro_batch, int64_t attempt,
                                      double factor) {
@@ -34,10 +39,6 @@ inline absl::StatusOr<bool> DiscardFrom(const std::shared_ptr<Head>& head, const
                                         int64_t attempt) {
   return Discard({{head, key}}, micro_batch, attempt, std::nullopt);
 }
-
-}  // namespace headwater::heads
-
-namespace headwater::testing {
 
 // The sequencer of all heads that tests make without a registry.
 std::shared_ptr<scheduler::Sequencer> TestSequencer();
@@ -57,31 +58,31 @@ struct Payload {
 // A submission with the memory that it points to.
 class MicroBatchCall {
  public:
-  MicroBatchCall(const std::shared_ptr<heads::Head>& head, int64_t step, int64_t micro_batch, Payload payload);
+  MicroBatchCall(const std::shared_ptr<Head>& head, int64_t step, int64_t micro_batch, Payload payload);
   MicroBatchCall(const MicroBatchCall&) = delete;
   MicroBatchCall& operator=(const MicroBatchCall&) = delete;
 
-  heads::Submission& submission() { return submission_; }
-  heads::SubmittedTerm& term() { return submission_.terms[0]; }
+  Submission& submission() { return submission_; }
+  SubmittedTerm& term() { return submission_.terms[0]; }
   MicroBatchCall& Explicit();
   MicroBatchCall& Refuse();
   MicroBatchCall& FirstWins();
   MicroBatchCall& ForwardOnly();
   MicroBatchCall& Attempt(int64_t attempt);
-  MicroBatchCall& Session(const std::optional<heads::SessionId>& session);
+  MicroBatchCall& Session(const std::optional<SessionId>& session);
   // EXPLICIT, and kept as rows by `hold`, whatever slots are free.
   using Hold = std::function<absl::StatusOr<std::shared_ptr<const void>>()>;
   MicroBatchCall& Held(Hold hold = HoldNothing);
   static absl::StatusOr<std::shared_ptr<const void>> HoldNothing() { return std::make_shared<const int>(0); }
   // With a teacher, whose rows are the call's own.
-  MicroBatchCall& Teacher(const std::shared_ptr<heads::Head>& teacher);
-  absl::StatusOr<heads::SubmissionOutcome> Run(LossEngine& engine, const std::function<bool()>& cancelled = nullptr);
+  MicroBatchCall& Teacher(const std::shared_ptr<Head>& teacher);
+  absl::StatusOr<SubmissionOutcome> Run(LossEngine& engine, const std::function<bool()>& cancelled = nullptr);
   const std::vector<float>& grad_hidden() const { return grad_hidden_; }
 
  private:
   Payload payload_;
   std::vector<float> grad_hidden_;
-  heads::Submission submission_;
+  Submission submission_;
 };
 
 // Normally distributed rows; every fifth is ignored.
@@ -90,7 +91,7 @@ Payload RandomPayload(uint64_t seed, int64_t row_count, int64_t vocab_size, int6
 Digest DigestOf(const Payload& payload);
 
 // Rows of a submission that flow. They are there at once unless `on_await` is set.
-class TestRows : public heads::IncomingRows {
+class TestRows : public IncomingRows {
  public:
   explicit TestRows(const Digest& digest) : digest_(digest) {}
   explicit TestRows(const Payload& payload) : TestRows(DigestOf(payload)) {}
@@ -141,26 +142,26 @@ HeadSpec SpecWith(T HeadSpec::*field, std::type_identity_t<T> value) {
 HeadSpec FrozenSpec();
 
 // Arguments of an update.
-heads::ApplyArguments Rate(double learning_rate, std::optional<double> max_grad_norm = std::nullopt);
+ApplyArguments Rate(double learning_rate, std::optional<double> max_grad_norm = std::nullopt);
 
 // A head with weights 0, 1, 2, ... (mod 7) on `engine`.
-std::shared_ptr<heads::Head> MakeReadyHead(LossEngine& engine, const HeadSpec& spec, const std::string& id = "student",
-                                           const heads::HeadLimits& limits = {});
+std::shared_ptr<Head> MakeReadyHead(LossEngine& engine, const HeadSpec& spec, const std::string& id = "student",
+                                    const HeadLimits& limits = {});
 // The same with normally distributed weights, of which each seed has others.
-std::shared_ptr<heads::Head> MakeRandomHead(LossEngine& engine, const HeadSpec& spec, const std::string& id = "student",
-                                            const heads::HeadLimits& limits = {});
-void SetRandomWeights(heads::Head& head, uint64_t seed);
-absl::Status SetWeights(heads::Head& head, const std::vector<float>& weight, const std::vector<float>& bias = {});
+std::shared_ptr<Head> MakeRandomHead(LossEngine& engine, const HeadSpec& spec, const std::string& id = "student",
+                                     const HeadLimits& limits = {});
+void SetRandomWeights(Head& head, uint64_t seed);
+absl::Status SetWeights(Head& head, const std::vector<float>& weight, const std::vector<float>& bias = {});
 
-std::vector<float> ReadGradWeight(const heads::Head& head);
-std::vector<float> ReadWeight(const heads::Head& head);
+std::vector<float> ReadGradWeight(const Head& head);
+std::vector<float> ReadWeight(const Head& head);
 
 // Runs `call` on a thread of its own; returns once it sleeps in there, because it waits for a lock, say. For calls that leave their
 // mark before they wait. The test fails if it does not sleep within 20 s.
 std::thread RunUntilItSleeps(std::function<void()> call);
 
 // The step that `head` has open, with its epoch.
-heads::StepKey KeyOf(const heads::Head& head);
+StepKey KeyOf(const Head& head);
 
 // The rows that most tests send to a head of SmallSpec(), whose gradient is the row itself, and the sums that this makes.
 inline const Payload kRowOfToken2 = {{1, 2, 3}, {2}};
@@ -172,9 +173,9 @@ inline std::vector<float> Gradient(int64_t token, const std::vector<float>& row)
   return values;
 }
 // The state of a micro-batch in the open step; kNone if the step does not know it.
-heads::ContributionState StateOf(const heads::Head& head, int64_t micro_batch);
+ContributionState StateOf(const Head& head, int64_t micro_batch);
 // Adds a term: the same rows against `other`.
-void AddSecondTerm(MicroBatchCall& call, const std::shared_ptr<heads::Head>& other);
+void AddSecondTerm(MicroBatchCall& call, const std::shared_ptr<Head>& other);
 
 inline const absl::Status kEngineError = MakeError(ErrorReason::kEngineFailed, "the device is gone");
 inline const absl::Status kNotReady = MakeError(ErrorReason::kShardNotReady, "a shard could not begin");
@@ -197,45 +198,9 @@ class ThreadGate {
 };
 
 // A tensor of one value; `before` is asked whenever a piece of it is read.
-heads::TensorUpdate Filled(HeadTensor tensor, float value, const std::function<absl::Status(int64_t start)>& before = nullptr);
+TensorUpdate Filled(HeadTensor tensor, float value, const std::function<absl::Status(int64_t start)>& before = nullptr);
 // Sets the weights to 1, and stops at the gate meanwhile.
-void SetSlowly(heads::Head& head, ThreadGate& gate);
-
-}  // namespace headwater::testing
-
-namespace headwater::heads {
-
-using testing::AddSecondTerm;
-using testing::CancelledWait;
-using testing::DigestOf;
-using testing::FakeEngine;
-using testing::Filled;
-using testing::FrozenSpec;
-using testing::Gradient;
-using testing::kEngineError;
-using testing::KeyOf;
-using testing::kNotReady;
-using testing::kRowOfToken2;
-using testing::kRowOfToken4;
-using testing::MakeRandomHead;
-using testing::MakeReadyHead;
-using testing::MicroBatchCall;
-using testing::Payload;
-using testing::Rate;
-using testing::ReadGradWeight;
-using testing::ReadWeight;
-using testing::ReasonOf;
-using testing::RunThreads;
-using testing::RunUntilItSleeps;
-using testing::SetRandomWeights;
-using testing::SetSlowly;
-using testing::SetWeights;
-using testing::SmallSpec;
-using testing::SpecWith;
-using testing::StateOf;
-using testing::TestRows;
-using testing::TestSequencer;
-using testing::ThreadGate;
+void SetSlowly(Head& head, ThreadGate& gate);
 
 }  // namespace headwater::heads
 

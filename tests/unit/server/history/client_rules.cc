@@ -1,7 +1,5 @@
 #include "client_rules.h"
 
-#include <utility>
-
 #include "client/core/link/error.h"
 
 namespace headwater::history {

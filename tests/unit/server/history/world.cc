@@ -1,7 +1,6 @@
 #include "world.h"
 
 #include <algorithm>
-#include <climits>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -338,7 +337,7 @@ Reply World::Call(const Event& event) {
     return cancelled;
   };
   // The rows that come while they are computed, and what becomes of the call when it waits for all of them.
-  testing::TestRows rows(submission.digest);
+  heads::TestRows rows(submission.digest);
   absl::Status broken;
   if (event.flow == Flow::kBreaks) broken = MakeError(ErrorReason::kStripeLost, "by order of the history");
   if (event.flow == Flow::kRefused) broken = MakeError(ErrorReason::kProtocolViolation, "by order of the history");

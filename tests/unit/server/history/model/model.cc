@@ -1,7 +1,6 @@
 #include "model.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace headwater::history {
 

@@ -164,7 +164,6 @@ class Model {
   // The teacher's part in a row's value, for each row; 0 without teacher.
   float TeacherValueOf(const Target& target) const;
   std::set<int> TrainableHeads(const Event& event) const;
-  std::string MeanwhileReason(const Event& event) const;
   Reasons CheckDecision(const Event& event, std::set<int>& contributions) const;
   Expected Commit(const Event& event);
   Expected Discard(const Event& event);
