@@ -10,7 +10,6 @@
 #include <thread>
 #include <vector>
 
-#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "headwater/kernels/product_rate.h"
 #include "tests/unit/server/temporary_directory.h"
