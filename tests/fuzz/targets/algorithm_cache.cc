@@ -2,7 +2,6 @@
 // whole; what is taken from one that is stays through the next Put().
 #include "kernels/cuda/products/algorithm_cache.h"
 
-#include <algorithm>
 #include <fstream>
 #include <map>
 #include <optional>

@@ -3,7 +3,6 @@
 #include "server/checkpoint/manifest.h"
 
 #include <string>
-#include <variant>
 
 #include "server/model_files/strict_json.h"
 #include "server/model_files/xxh3.h"

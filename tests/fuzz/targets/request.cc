@@ -3,7 +3,6 @@
 #include <cmath>
 #include <set>
 #include <string>
-#include <utility>
 
 #include "server/service/request/canonical_header.h"
 #include "server/service/request/head_request.h"

@@ -1,5 +1,4 @@
 // The file of bearer tokens, and the patterns of heads in it. Input, both up to a byte 1: a pattern and a head's id; then the file.
-#include <algorithm>
 #include <set>
 #include <string>
 #include <vector>
