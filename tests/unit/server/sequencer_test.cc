@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -15,7 +14,6 @@
 namespace headwater::scheduler {
 namespace {
 
-using headwater::heads::CancelledWait;
 using headwater::heads::RunUntilItSleeps;
 
 constexpr Uses kRead = {Use::kShared, Use::kNone};
@@ -49,20 +47,6 @@ class SequencerTest : public ::testing::Test {
   std::vector<int> order_;
 };
 
-TEST_F(SequencerTest, ExclusiveUseExcludesEveryOtherUseOfTheSameResource) {
-  const Uses all[] = {kRead, kShare, kChange, kWrite};
-  const bool together[4][4] = {{true, true, true, false}, {true, true, false, false}, {true, false, false, false}, {}};
-  for (size_t i = 0; i < 4; ++i) {
-    for (size_t j = 0; j < 4; ++j) {
-      ASSERT_OK_AND_ASSIGN(const Admission first, Acquire({{a_, all[i]}}));
-      EXPECT_EQ(MayEnter({{a_, all[j]}}), together[i][j]) << i << " " << j;
-      EXPECT_TRUE(MayEnter({{b_, all[j]}}));
-      EXPECT_EQ(IsWritten(*a_), i == 3);
-    }
-  }
-  EXPECT_FALSE(IsWritten(*a_));
-}
-
 TEST_F(SequencerTest, AnOperationGetsAllOfItsNeedsOrNone) {
   std::optional<absl::StatusOr<Admission>> user = Acquire({{b_, kWrite}});
   EXPECT_REASON(Acquire({{a_, kWrite}, {b_, kRead}}), kDeadlineExceeded);
@@ -93,20 +77,6 @@ TEST_F(SequencerTest, AnOperationPassesOnlyThoseWithWhichItDoesNotConflict) {
   EXPECT_EQ(order_, (std::vector<int>{1, 2, 3}));
 }
 
-TEST_F(SequencerTest, AWaitThatIsGivenUpLetsTheNextOnesGo) {
-  const absl::StatusOr<Admission> user = Acquire({{a_, kRead}});
-  std::atomic<bool> gone = false;
-  std::thread writes = RunUntilItSleeps([&] {
-    ThreadWaiter waiter([&gone] { return gone.load(); });
-    EXPECT_REASON(Acquire({{a_, kWrite}}, {absl::InfiniteFuture(), &waiter}), kCancelled);
-  });
-  std::thread reads = Wait(1, {{a_, kRead}});
-  EXPECT_REASON(Acquire({{a_, kRead}}, CancelledWait()), kCancelled);
-  gone = true;
-  writes.join();
-  reads.join();
-}
-
 TEST_F(SequencerTest, AnOperationComputesItsNeedsAgainWhenItMayGo) {
   std::optional<absl::StatusOr<Admission>> user = Acquire({{a_, kWrite}}), other = Acquire({{b_, kWrite}});
   Needs needs = {{a_, kWrite}};
@@ -123,24 +93,6 @@ TEST_F(SequencerTest, AnOperationComputesItsNeedsAgainWhenItMayGo) {
   user.reset();
   other.reset();
   moves.join();
-}
-
-TEST_F(SequencerTest, AnOperationThatIsRefusedMeanwhileWaitsNoLonger) {
-  const absl::StatusOr<Admission> user = Acquire({{a_, kWrite}});
-  bool is_deleted = false;
-  std::thread waits = RunUntilItSleeps([&] {
-    const auto needs = [&]() -> absl::StatusOr<Needs> {
-      if (is_deleted) return MakeError(ErrorReason::kHeadNotFound, "deleted");
-      return Needs{{a_, kRead}};
-    };
-    EXPECT_REASON(sequencer_.Acquire(needs, AsLongAsItTakes(), "waits"), kHeadNotFound);
-  });
-  {
-    const Turn turn(sequencer_);
-    is_deleted = true;
-    Sequencer::Reconsider(*a_);
-  }
-  waits.join();
 }
 
 TEST_F(SequencerTest, AParkedOperationKeepsItsPlaceUntilItIsOver) {

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <optional>
 
+#include "server/heads/steps/step_transactions.h"
 #include "tests/unit/server/heads/head_test_util.h"
 
 namespace headwater::heads {
@@ -174,6 +175,16 @@ TEST_F(StepLedgerTest, HugeAndWrongExpectations) {
 TEST(StepLedgerLimitTest, TheLastNumberIsNotPassed) {
   StepLedger ledger(std::numeric_limits<int64_t>::max(), kRoom);
   EXPECT_REASON(ledger.Close(std::numeric_limits<int64_t>::max(), StepState::kDiscarded), kLimitExceeded);
+}
+
+TEST(StepTransactionsTest, TheEndOfAStepForgetsItsApply) {
+  StepTransactions steps({"default", "student"}, SmallSpec(), HeadLimits());
+  steps.last_apply() = AppliedStep();
+  EXPECT_OK(steps.Close(0, StepState::kDiscarded));
+  EXPECT_FALSE(steps.last_apply().has_value());
+  steps.last_apply() = AppliedStep();
+  steps.Reset(7);
+  EXPECT_FALSE(steps.last_apply().has_value());
 }
 
 }  // namespace

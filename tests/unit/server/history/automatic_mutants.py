@@ -44,7 +44,6 @@ TESTS = (
     "sequencer_test",
     "waiting_test",
     "work_queue_test",
-    "step_transactions_test",
     "head_ordered_test",
 )
 HISTORY_TEST = "server_history_test"
