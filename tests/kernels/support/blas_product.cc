@@ -146,8 +146,4 @@ void BlasProduct::Search(cudaStream_t stream) {
   context_.algorithms()[Key()] = algorithm_;
 }
 
-double BlasProduct::flop() const {
-  return 2.0 * static_cast<double>(shape_.rows) * static_cast<double>(shape_.width) * static_cast<double>(shape_.vocab);
-}
-
 }  // namespace headwater::testing

@@ -67,7 +67,6 @@ class BlasProduct {
   // overwritten. Takes about a second; nothing if the shape has been searched.
   void Search(cudaStream_t stream);
   void Enqueue(cudaStream_t stream) const;
-  double flop() const;
 
  private:
   std::array<int64_t, 6> Key() const;
