@@ -300,26 +300,6 @@ TEST_P(CudaGroupTest, CommitsStagedContributions) {
   }
 }
 
-// Only the first rank has rows of grad_hidden, and sees that they do not fit their type.
-TEST_P(CudaGroupTest, AllRanksShareTheRefusalOfOne) {
-  ProblemOptions options = {.staging_slots = 1};
-  const Problem clean = MakeProblem(WithType(options, DataType::kFloat16));
-  options.grad_hidden_scale = 1e9;
-  const Problem problem = MakeProblem(WithType(options, DataType::kFloat16));
-  const ComputeOptions stage = {.grad_weight = GradWeightMode::kStage, .refuse_non_finite = true};
-  LoadedHeads alone(problem.heads, PlainOptions());
-  const absl::Status expected = alone.TryCompute(problem, stage).status();
-  ASSERT_TRUE(HasReason(expected, ErrorReason::kNonFiniteValues)) << expected;
-  const std::unique_ptr<LossEngine> group = Make();
-  LoadedHeads heads(*group, problem.heads);
-  const absl::Status status = heads.TryCompute(problem, stage).status();
-  EXPECT_REASON(status, kNonFiniteValues);
-  EXPECT_EQ(status.message(), expected.message());
-  EXPECT_EQ(heads.head(0).FreeStagingSlots(), 1);
-  // The ranks' slots are free, too.
-  EXPECT_NE(heads.Stage(clean, stage), nullptr);
-}
-
 // Weights and optimizer state stay with their rows.
 TEST_P(CudaGroupTest, UpdatesLikeOneGpu) {
   Problem problem = MakeProblem({.bias = true});
@@ -405,7 +385,7 @@ TEST_P(CudaGroupTest, RanksStayWithinTheirOutputsAndOnlyTheFirstReportsRows) {
   }
 }
 
-// Calls on each rank.
+// Calls on each rank. Only the first one has rows of grad_hidden, and sees that they do not fit their type.
 TEST_P(CudaGroupTest, EveryRankRefusesWithTheReason) {
   const Problem problem = MakeReplicaProblems(1, ReplicaOptions(/*jsd=*/true, DataType::kFloat16))[0];
   Problem large = problem;
