@@ -120,9 +120,9 @@ HeadPlan PlanHeadOnCuda(const HeadSpec& spec, const EngineOptions& options) {
   if (spec.int8_teacher) {
     const bool is_shard = options.group.world_size > 1 && spec.parallelism == Parallelism::kVocabulary;
     const int64_t rows = is_shard ? plan.shards[static_cast<size_t>(options.group.rank)].size() : spec.vocab_size;
-    // CudaHead's means and Int8Bytes().
-    AddPlanItem("int8_weight", SaturatingAdd(SaturatingMultiply(rows, (spec.hidden_size + 127) / 128 * 128 + 8), 1024),
-                &plan.memory);
+    // CudaHead's means and Int8Bytes() of each shard.
+    const int64_t bytes = SaturatingMultiply(rows, (spec.hidden_size + 127) / 128 * 128 + 8);
+    AddPlanItem("int8_weight", SaturatingAdd(bytes, int64_t{1024} * split.held_shards), &plan.memory);
   }
   plan.own_bytes = plan.memory.total_bytes;
 

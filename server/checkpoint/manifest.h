@@ -2,11 +2,10 @@
 // that older versions did not write may be missing: they are 0, "vocabulary", false or empty then.
 //
 //   {"checksum": "<XXH3-128 of the dump of `manifest`>",
-//    "manifest": {"format": "headwater-checkpoint", "format_version": 1, "spec": {...}, "staging_slots": 2,
-//                 "parallelism": "rows", "int8_teacher": false, "step": 7, "update_count": 6, "sequence": 12,
-//                 "first_sequence": 3, "save_time_s": 1767225600, "numerics": "...",
-//                 "files": [{"name": "shard-00000-of-00002.safetensors", "bytes": 123, "xxh3_128": "...", "vocab_start": 0,
-//                            "vocab_end": 100}, ...]}}
+//    "manifest": {"format": "headwater-checkpoint", "format_version": 1, "spec": {...}, "staging_slots": 2, "parallelism": "rows",
+//                 "int8_teacher": false, "step": 7, "update_count": 6, "sequence": 12, "first_sequence": 3,
+//                 "save_time_s": 1767225600, "numerics": "...", "files": [{"name": "shard-00000-of-00002.safetensors",
+//                 "bytes": 123, "xxh3_128": "...", "vocab_start": 0, "vocab_end": 100}, ...]}}
 #ifndef HEADWATER_SERVER_CHECKPOINT_MANIFEST_H_
 #define HEADWATER_SERVER_CHECKPOINT_MANIFEST_H_
 

@@ -139,8 +139,9 @@ constexpr Label kTraceEnd = {"outcome", {"written", "left_out", "failed"}};
 constexpr Label kCertificate = {"certificate", {"server", "client_ca"}};
 constexpr Label kMemoryState = {"state", {"used", "idle"}};
 constexpr Label kRegionKind = {"kind", {"shared", "named", "device"}};  // by transport::RegionKind
-constexpr Label kPurpose = {
-    "purpose", {"weight", "bias", "grad_weight", "grad_bias", "master_weight", "optimizer_state", "staging", "workspace", "other"}};
+constexpr Label kPurpose = {"purpose",
+                            {"weight", "bias", "int8_weight", "grad_weight", "grad_bias", "master_weight", "optimizer_state",
+                             "staging", "workspace", "other"}};
 static_assert(kMethod.Names(RpcMethod::kCount) && kDirection.Names(Direction::kCount) && kTransport.Names(Transport::kCount) &&
               kLoss.Names(LossKind::kCount) && kOutcome.Names(MicroBatchOutcome::kCount) && kStepEnd.Names(StepOutcome::kCount) &&
               kActivity.Names(RankActivity::kCount) && kSessionEndLabel.Names(SessionEnd::kCount) &&

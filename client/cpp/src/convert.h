@@ -54,7 +54,7 @@ HEADWATER_FIELDS(v1::CommitMicroBatchResponse, CommitResult, replayed)
 HEADWATER_FIELDS(v1::DiscardMicroBatchResponse, DiscardResult, dropped)
 HEADWATER_FIELDS(v1::StreamTeacherResponse, StreamedRows, row_count)
 HEADWATER_FIELDS(v1::LossSums, TermResult, loss_sum, soft_loss_sum, hard_loss_sum, z_loss_sum, token_weight_sum, target_weight_sum,
-                 valid_token_count, teacher_squared_error)
+                 valid_token_count, teacher_mean_square_error)
 HEADWATER_FIELDS(v1::GradientDither, GradientDither, entry_count, squared_error, squared_norm)
 HEADWATER_FIELDS(v1::LossTermResult, TermResult, non_finite_row_count, weight_version, teacher_weight_version, dither)
 HEADWATER_FIELDS(v1::Timing, Timing, queue, upload, engine, download)

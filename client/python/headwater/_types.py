@@ -375,16 +375,16 @@ class TermResult:
     weight_version: int = 0
     teacher_weight_version: int = 0
     dither: GradientDither | None = None  # with gradient_resolution; of several terms in `LossResult.terms` alone
-    teacher_squared_error: float = 0.0  # sum of the expected squared errors of an int8 teacher's logits, a mean over columns
+    teacher_mean_square_error: float = 0.0  # expected of an int8 teacher's logits; of several terms in `LossResult.terms` alone
 
     @property
     def teacher_logit_error(self) -> float:
         """The expected error of an int8 teacher's logits, a root mean square in nats; 0 of an exact teacher's."""
-        return math.sqrt(self.teacher_squared_error / self.valid_token_count) if self.valid_token_count else 0.0
+        return math.sqrt(self.teacher_mean_square_error)
 
 
 # The sums of a term, by name: those that several terms have together.
-LOSS_SUMS = tuple(name for name in TermResult.__annotations__ if name.endswith(("_sum", "_count", "_error")))
+LOSS_SUMS = tuple(name for name in TermResult.__annotations__ if name.endswith(("_sum", "_count")))
 
 
 @dataclass(frozen=True)

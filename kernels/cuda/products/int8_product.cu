@@ -32,11 +32,12 @@ struct Int8Epilogue {
     }
     return rows;
   }
-  // A quad stores 32 bytes of a row at once.
+  // A quad stores 32 bytes of a row at once, unless a shard's first column is an odd one.
   static __device__ __forceinline__ void Run(int32_t (&accumulators)[sm90::kAccumulators], const Rows& rows, const Params& params,
                                              const sm90::EpiloguePosition& position) {
     const int32_t row = position.row + position.lane / 4;
     float* const out = params.out + static_cast<int64_t>(row) * params.stride;
+    const bool aligned = reinterpret_cast<uintptr_t>(params.out) % sizeof(float2) == 0;
 #pragma unroll
     for (int j = 0; j < sm90::kAccumulators / 4; ++j) {
       const int32_t column = position.column + 8 * j + 2 * (position.lane % 4);
@@ -47,7 +48,13 @@ struct Int8Epilogue {
         if (row + 8 * half >= position.m) continue;
         const float x = static_cast<float>(accumulators[4 * j + 2 * half]) * rows.scale[half];
         const float y = static_cast<float>(accumulators[4 * j + 2 * half + 1]) * rows.scale[half];
-        *reinterpret_cast<float2*>(out + 8 * half * params.stride + column) = {x * scale.x, y * scale.y};
+        float* const to = out + 8 * half * params.stride + column;
+        if (aligned && column + 1 < position.n) {
+          *reinterpret_cast<float2*>(to) = {x * scale.x, y * scale.y};
+        } else {
+          to[0] = x * scale.x;
+          if (column + 1 < position.n) to[1] = y * scale.y;
+        }
       }
     }
   }
@@ -56,6 +63,7 @@ struct Int8Epilogue {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kMostSharedBytes = 128 << 10;  // fp32 rows of kMaxInt8HiddenSize
 
 __device__ __forceinline__ float ToFloat(float x) { return x; }
 __device__ __forceinline__ float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -150,10 +158,10 @@ __global__ void __launch_bounds__(kThreads) ErrorsKernel(const Int8Rows rows, co
 template <class T>
 cudaError_t Quantize(const ConstMatrix& rows, const Int8Rows& out, cudaStream_t stream) {
   const int32_t k = static_cast<int32_t>(Int8Width(out.width));
-  const int bytes = k * static_cast<int>(sizeof(float));
-  const cudaError_t error = cudaFuncSetAttribute(QuantizeKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  // One value for all widths: it belongs to the kernel, not to the launch.
+  const cudaError_t error = cudaFuncSetAttribute(QuantizeKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostSharedBytes);
   if (error != cudaSuccess) return error;
-  QuantizeKernel<T><<<static_cast<unsigned>(out.rows), kThreads, static_cast<size_t>(bytes), stream>>>(
+  QuantizeKernel<T><<<static_cast<unsigned>(out.rows), kThreads, static_cast<size_t>(k) * sizeof(float), stream>>>(
       static_cast<const T*>(rows.data), out.width, rows.stride, k, k & -k, out);
   return cudaGetLastError();
 }

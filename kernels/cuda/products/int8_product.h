@@ -33,7 +33,7 @@ Int8Rows LayOutInt8(void* memory, int64_t rows, int64_t width);
 // `rows` [out.rows, out.width <= kMaxInt8HiddenSize] of any type but fp64.
 cudaError_t LaunchQuantizeRows(const ConstMatrix& rows, const Int8Rows& out, cudaStream_t stream);
 
-// out [hidden.rows, stride] fp32, stride even.
+// out [hidden.rows, stride] fp32, stride even; columns from weight.rows on are left as they are.
 cudaError_t LaunchInt8Product(const Int8Rows& hidden, const Int8Rows& weight, float* out, int64_t stride, cudaStream_t stream);
 
 // means[0] = mean squared norm of the rows, means[1] = mean squared scale; fp64.

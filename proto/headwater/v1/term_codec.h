@@ -12,7 +12,7 @@ namespace headwater {
 
 HEADWATER_FIELDS(v1::LossTerm, LossTerm, HEADWATER_TERM_OPTIONS)
 HEADWATER_FIELDS(v1::LossSums, LossSums, loss_sum, soft_loss_sum, hard_loss_sum, z_loss_sum, token_weight_sum, target_weight_sum,
-                 valid_token_count, teacher_squared_error)
+                 valid_token_count, teacher_mean_square_error)
 HEADWATER_FIELDS(v1::GradientDither, GradientDither, entry_count, squared_error, squared_norm)
 
 // All of a term but its heads, its teacher's rows, its outputs and the seed of its draws. Tensors stay in the message, which must

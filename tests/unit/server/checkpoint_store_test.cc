@@ -645,7 +645,10 @@ TEST_F(CheckpointStoreTest, ManifestsOfOlderVersionsAreRead) {
     rewrite([&](nlohmann::json& manifest) { manifest["staging_slots"] = wrong; });
     EXPECT_REASON(store_->Read("default", "student", "x"), kFileCorrupt) << wrong;
   }
+  rewrite([](nlohmann::json& manifest) { manifest["int8_teacher"] = true; });
+  EXPECT_TRUE(store_->Read("default", "student", "x")->spec.int8_teacher);
   rewrite([](nlohmann::json& manifest) {
+    EXPECT_EQ(manifest.erase("int8_teacher"), 1u);
     EXPECT_EQ(manifest.erase("staging_slots"), 1u);
     EXPECT_EQ(manifest.erase("sequence"), 1u);
     EXPECT_EQ(manifest.erase("first_sequence"), 1u);

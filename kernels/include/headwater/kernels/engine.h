@@ -205,8 +205,9 @@ struct LossSums {
   double token_weight_sum = 0;
   double target_weight_sum = 0;  // sum of token_weight * class_weight[target]
   int64_t valid_token_count = 0;
-  // The expected squared error of the teacher's logits, a mean over columns; 0 unless they are those of HeadSpec::int8_teacher.
-  double teacher_squared_error = 0;
+  // Expected error of the logits of HeadSpec::int8_teacher; 0 of an exact teacher's. A mean over columns of the first shard, and
+  // over rows of a weight other than 0.
+  double teacher_mean_square_error = 0;
   int64_t non_finite_row_count = 0;
   GradientDither dither;  // zeros without gradient_resolution
 };

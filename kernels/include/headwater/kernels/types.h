@@ -89,7 +89,7 @@ struct HeadSpec {
   int64_t initial_step = 0;
   Parallelism parallelism = Parallelism::kVocabulary;
   // A frozen head of 16 bits: as a teacher of 16-bit rows its logits are those of an int8 copy (products/int8_product.h). Their
-  // expected error is LossSums::teacher_squared_error. The CUDA engine's on Hopper alone (kFeatureNotBuilt).
+  // expected error is LossSums::teacher_mean_square_error. The CUDA engine's on Hopper alone (kFeatureNotBuilt).
   bool int8_teacher = false;
   bool operator==(const HeadSpec&) const = default;
 };

@@ -160,6 +160,7 @@ TEST(HeadRegistryAttachTest, EveryOtherFieldMustBeTheSame) {
       {"optimizer", [](HeadSpec& s) { s.optimizer = std::monostate(); }},
       {"staging_slots", [](HeadSpec& s) { s.staging_slots = 3; }},
       {"parallelism", [](HeadSpec& s) { s.parallelism = Parallelism::kRows; }},
+      {"int8_teacher", [](HeadSpec& s) { s.int8_teacher = true; }},
   };
   for (const auto& [field, change] : changes) {
     HeadSpec other = spec;

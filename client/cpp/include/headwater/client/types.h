@@ -72,7 +72,7 @@ struct HeadSpec {
   int64_t initial_step = 0;                   // >= 0; number of the first open step
   Parallelism parallelism = Parallelism::kVocabulary;
   // For a frozen head of 16 bits: its logits as a teacher come from int8 products, which are faster (docs/math.md, "int8
-  // teachers"). TermResult::teacher_squared_error has their expected error. FEATURE_NOT_BUILT but on Hopper GPUs.
+  // teachers"). TermResult::teacher_mean_square_error has their expected error. FEATURE_NOT_BUILT but on Hopper GPUs.
   bool int8_teacher = false;
 };
 
@@ -323,8 +323,8 @@ struct TermResult {
   double token_weight_sum = 0;   // sum of the token weights
   double target_weight_sum = 0;  // sum of token_weight * class_weight[target]: PyTorch's divisor for a mean with class weights
   int64_t valid_token_count = 0;
-  double teacher_squared_error = 0;  // sum of the expected squared errors of an int8 teacher's logits, a mean over columns
-  int64_t non_finite_row_count = 0;  // rows with a NaN or an infinity in loss or gradient
+  double teacher_mean_square_error = 0;  // expected of an int8 teacher's logits; 0 of an exact teacher's
+  int64_t non_finite_row_count = 0;      // rows with a NaN or an infinity in loss or gradient
   int64_t weight_version = 0;
   int64_t teacher_weight_version = 0;  // 0 without a teacher
   GradientDither dither;               // zeros without gradient_resolution
