@@ -67,15 +67,24 @@ class Failure:
 
 
 CUT = Failure(grpc.StatusCode.UNAVAILABLE)
-EMPTY = {  # answers without content
-    "ListHeads": head_service_pb2.ListHeadsResponse,
-    "DeleteHead": head_service_pb2.DeleteHeadResponse,
-    "SealStep": head_service_pb2.SealStepResponse,
-    "AddGradient": head_service_pb2.AddGradientResponse,
-    "GetStep": head_service_pb2.GetStepResponse,
-    "GetGradientNorm": head_service_pb2.GetGradientNormResponse,
-    "CommitMicroBatch": loss_service_pb2.CommitMicroBatchResponse,
-    "StreamTeacher": loss_service_pb2.StreamTeacherResponse,
+# Answers that change nothing, by method.
+ANSWERS = {
+    "AddGradient": lambda server, it: head_service_pb2.AddGradientResponse(),
+    "ApplyOptimizerStep": lambda server, it: head_service_pb2.ApplyOptimizerStepResponse(open_step=it.head.step + 1, clip_factor=1),
+    "CommitMicroBatch": lambda server, it: loss_service_pb2.CommitMicroBatchResponse(),
+    "CreateHead": lambda server, it: head_service_pb2.CreateHeadResponse(head=server.head_message(it.name), created=True),
+    "DeleteCheckpoint": lambda server, it: head_service_pb2.DeleteCheckpointResponse(deleted=True),
+    "DeleteHead": lambda server, it: head_service_pb2.DeleteHeadResponse(),
+    "DiscardGradient": lambda server, it: head_service_pb2.DiscardGradientResponse(open_step=it.head.step + 1),
+    "DiscardMicroBatch": lambda server, it: loss_service_pb2.DiscardMicroBatchResponse(dropped=True),
+    "GetGradientNorm": lambda server, it: head_service_pb2.GetGradientNormResponse(),
+    "GetStep": lambda server, it: head_service_pb2.GetStepResponse(),
+    "ListHeads": lambda server, it: head_service_pb2.ListHeadsResponse(),
+    "LoadWeights": lambda server, it: server.head_message(it.name),
+    "RestoreCheckpoint": lambda server, it: server.head_message(it.name),
+    "SaveCheckpoint": lambda server, it: head_service_pb2.SaveCheckpointResponse(checkpoint=it.checkpoint),
+    "SealStep": lambda server, it: head_service_pb2.SealStepResponse(),
+    "StreamTeacher": lambda server, it: loss_service_pb2.StreamTeacherResponse(),
 }
 
 
@@ -207,7 +216,7 @@ class ScriptedServer:
         return len(self.calls[method])
 
     def _handler(self, name):
-        answer = getattr(self, f"_{name}", lambda *_: EMPTY[name]())
+        answer = getattr(self, f"_{name}", lambda request, _: ANSWERS[name](self, request))
 
         def begin(request, context):
             """The request; of a stream, its messages; of an upload, which is read beside its answers, the first of them."""
@@ -420,29 +429,6 @@ class ScriptedServer:
         if not current:
             answer("EPOCH_FENCED").abort(context)
         return self.head_message(request.name)
-
-    def _LoadWeights(self, request, _):
-        return self.head_message(request.name)
-
-    _RestoreCheckpoint = _LoadWeights
-
-    def _SaveCheckpoint(self, request, _):
-        return head_service_pb2.SaveCheckpointResponse(checkpoint=request.checkpoint)
-
-    def _DeleteCheckpoint(self, *_):
-        return head_service_pb2.DeleteCheckpointResponse(deleted=True)
-
-    def _CreateHead(self, request, _):
-        return head_service_pb2.CreateHeadResponse(head=self.head_message(request.name), created=True)
-
-    def _ApplyOptimizerStep(self, request, _):
-        return head_service_pb2.ApplyOptimizerStepResponse(open_step=request.head.step + 1, clip_factor=1)
-
-    def _DiscardGradient(self, request, _):
-        return head_service_pb2.DiscardGradientResponse(open_step=request.head.step + 1)
-
-    def _DiscardMicroBatch(self, *_):
-        return loss_service_pb2.DiscardMicroBatchResponse(dropped=True)
 
     def _DownloadGradient(self, *_):
         shape, data = (VOCAB_SIZE, HIDDEN_SIZE), bytes(4 * VOCAB_SIZE * HIDDEN_SIZE)
