@@ -4,6 +4,7 @@ A server in deterministic mode and two trainers, each a process of its own, each
 server or a trainer is killed with SIGKILL and started again; a link is cut, halted, or slow; the disk of the checkpoints is full.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -14,7 +15,6 @@ import re
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,11 +23,10 @@ import links
 import trainer
 
 sys.path.append(str(Path(__file__).parents[1] / "python"))
-from conftest import Server
+from conftest import START_TIMEOUT_S, Server
 
 KINDS = {"kill server": 4, "kill trainer": 4, "cut link": 5, "halt link": 2, "slow link": 2, "fill disk": 3}  # with their weights
 DISK_BYTES = 4 << 20
-START_TIMEOUT_S = 60
 # Training that does not get on for so long never will.
 STUCK_TIMEOUT_S = 180
 FINAL_TIMEOUT_S = 300
@@ -260,20 +259,15 @@ class Run:
 def campaign(directory: Path, *, seed: int, events: int, steps: int, shards: int, link_kind: str) -> dict:
     """Both runs, compared. What there is to report; Failure if they differ, or one does not end."""
     options = {"seed": seed, "steps": steps, "shards": shards}
-    outcome: dict = {}
 
-    def undisturbed() -> None:
-        try:
-            with Run(directory / "undisturbed", link_kind="proxy", **options) as run:
-                run.disturb([])
-                outcome["expected"] = run.finish()
-        except BaseException as error:  # told by the other thread
-            outcome["error"] = error
+    def undisturbed() -> dict[str, str]:
+        with Run(directory / "undisturbed", link_kind="proxy", **options) as run:
+            run.disturb([])
+            return run.finish()
 
-    beside = threading.Thread(target=undisturbed)
-    beside.start()
     start = time.monotonic()
-    try:
+    with concurrent.futures.ThreadPoolExecutor(1) as beside:
+        expected = beside.submit(undisturbed)
         with Run(directory / "disturbed", link_kind=link_kind, **options) as run:
             run.disturb(draw_events(seed, events, steps))
             actual = run.finish()
@@ -289,10 +283,6 @@ def campaign(directory: Path, *, seed: int, events: int, steps: int, shards: int
                 "trainers": run.counts(),
                 "server": run.metrics,
             }
-    finally:
-        beside.join()
-    if "error" in outcome:
-        raise outcome["error"]
-    if actual != outcome["expected"]:
-        raise Failure(f"the runs differ: undisturbed {outcome['expected']}, disturbed {actual}; {directory}")
+    if actual != expected.result():
+        raise Failure(f"the runs differ: undisturbed {expected.result()}, disturbed {actual}; {directory}")
     return report
