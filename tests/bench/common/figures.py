@@ -120,7 +120,7 @@ def markdown(header, rows):
     return [lines[0], "|" + "---|" * len(header), *lines[1:], ""]
 
 
-def cell(row, form, absent=""):
+def cell(row, form="{:.3f}", absent=""):
     """A figure as tables show it; `absent` where there is no row."""
     return absent if row is None else form.format(float(row["value"])) + " **missed**" * is_missed(row)
 

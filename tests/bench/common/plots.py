@@ -4,8 +4,6 @@ import argparse
 import contextlib
 import pathlib
 
-import figures
-
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 STYLE = {
     "axes.spines.top": False,
@@ -17,19 +15,6 @@ STYLE = {
 }
 GRID = {"color": "#e5e5e5", "linewidth": 0.8}
 TEXT_COLOUR = "#333333"
-
-
-def cell(row, form="{:.3f}"):
-    """A figure as the tables show it; empty without one."""
-    if row is None:
-        return ""
-    return form.format(float(row["value"])) + (" **missed**" if figures.is_missed(row) else "")
-
-
-def table(*lines):
-    """Markdown of rows of cells, the header first."""
-    header, *body = (f"| {' | '.join(cells)} |" for cells in lines)
-    return [header, "|---" * len(lines[0]) + "|", *body]
 
 
 def parse_arguments(doc, name):
@@ -44,20 +29,12 @@ def parse_arguments(doc, name):
 @contextlib.contextmanager
 def bars(plot, names, size, label):
     """Axes for a horizontal bar of each name, and a line at 1; written to the file at the end."""
-    import matplotlib
-
-    is_svg = str(plot).endswith(".svg")
-    matplotlib.use("svg" if is_svg else "agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=size)
-    yield axes
-    axes.axvline(1, color="grey", linewidth=0.8, linestyle="--")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel(label)
-    figure.tight_layout()
-    figure.savefig(plot, metadata={"Date": None} if is_svg else None)
+    with panels(plot, size, 1, 1) as (figure, axes):
+        yield axes
+        axes.axvline(1, color="grey", linewidth=0.8, linestyle="--")
+        name_rows(axes, names)
+        axes.set_xlabel(label)
+        figure.tight_layout()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import figures
 import plots
-from plots import cell, table
+from figures import cell, markdown
 
 MARK = "<!-- gpu figures -->"
 PEERS_MARK = "<!-- peers -->"
@@ -59,7 +59,8 @@ def cases_of(values):
 def engine_tables(rows):
     """The engine's cases; then exactness and memory, a line per quantity with the figure that is nearest to its bound."""
     values = {row["case"]: row for row in rows}
-    lines = [("case", "ms", "floor ms", "ratio", "required", "spread", "burst", "MHz", "W")]
+    header = ("case", "ms", "floor ms", "ratio", "required", "spread", "burst", "MHz", "W")
+    lines = []
     forms = {"burst_ratio": "{:.3f}", "sm_mhz": "{:.0f}", "watts": "{:.0f}"}
     for name in cases_of(values):
         case = figures.GPU_PREFIX + name
@@ -72,11 +73,11 @@ def engine_tables(rows):
             if row["required"] and row["case"].startswith(f"{figures.GPU_PREFIX}{kind}_"):
                 quantity = next(name for name in ("grad_hidden", "grad_weight", "loss", "of_plan") if name in row["case"])
                 groups.setdefault(f"{words}: {quantity.replace('of_plan', 'of the plan')}", []).append(row)
-    bounds = [("quantity", "figures", "worst", "at most")]
+    bounds = []
     for name, group in groups.items():
         worst = max(group, key=lambda row: float(row["value"]) / float(row["required"]))
         bounds.append((name, str(len(group)), f"{cell(worst, '{:.2g}')} {worst['unit']}", f"{float(worst['required']):.3g}"))
-    return [*table(*lines), "", *table(*bounds)]
+    return [*markdown(header, lines), *markdown(("quantity", "figures", "worst", "at most"), bounds)]
 
 
 def matched(rows, pattern):
@@ -106,39 +107,38 @@ def peers_tables(rows):
         ways = [way for way in SHOWN if any(value(case, way) for case in cases)]
         form = "{:.0f}" if name == "peak MiB" else "{:.3f}"
         body = [(case, *(cell(value(case, way), form) for way in ways)) for case in cases if any(value(case, way) for way in ways)]
-        lines += ["", *table((name, *ways), *body)]
-    return lines[1:]
+        lines += markdown((name, *ways), body)
+    return lines
 
 
 def tau_table(rows):
     """Times with a gradient resolution over the products, and over the exact gradient's time in the run."""
-    lines = [("case", "exact", *(f"2^-{tau}" for tau in RESOLUTIONS), *(f"2^-{tau}, to exact" for tau in RESOLUTIONS))]
+    header = ("case", "exact", *(f"2^-{tau}" for tau in RESOLUTIONS), *(f"2^-{tau}, to exact" for tau in RESOLUTIONS))
+    lines = []
     for (case, _), found in matched(rows, TAU).items():
         keys = [("fp32", "ratio"), *((f"tau_2_{tau}", figure) for figure in ("ratio", "over_exact") for tau in RESOLUTIONS)]
         if keys[1] in found:
             if found[keys[0]]["commit"] != found[keys[1]]["commit"]:
                 del found[keys[0]]
             lines.append((case, *(cell(found.get(key)) for key in keys)))
-    return table(*lines)
+    return markdown(header, lines)
 
 
 def errors_table(rows):
     """Errors against fp64 on a real model's rows."""
-    lines = [("SmolLM2-135M's rows, error against fp64", "way", "grad_hidden", "grad_weight", "loss")]
+    quantities = ("grad_hidden", "grad_weight", "loss")
+    lines = []
     found = sorted(matched(rows, ERROR).items(), key=lambda entry: (entry[0][0], SHOWN.index(entry[0][1])))
     for (case, way), errors in found:
-        lines.append(
-            (case, way, *(cell(errors.get((None, figure)), "{:.2e}") for figure in ("grad_hidden", "grad_weight", "loss")))
-        )
-    return table(*lines)
+        lines.append((case, way, *(cell(errors.get((None, quantity)), "{:.2e}") for quantity in quantities)))
+    return markdown(("SmolLM2-135M's rows, error against fp64", "way", *quantities), lines)
 
 
 def cpu_table(rows):
     """The CPU engine's ratios."""
     values = {row["case"]: row for row in rows}
-    return table(
-        ("figure", "ratio", "at most"), *((words, cell(values[case]), values[case]["required"]) for case, words in CPU.items())
-    )
+    lines = [(words, cell(values[case]), values[case]["required"]) for case, words in CPU.items()]
+    return markdown(("figure", "ratio", "at most"), lines)
 
 
 def write_tables(rows, page):
@@ -154,7 +154,7 @@ def write_tables(rows, page):
     }
     for mark, (lines_of, own) in of.items():
         lines = lines_of(gpu if mark == TAU_MARK else own)
-        figures.write_block(page, mark, [figures.origin(own), "", *lines])
+        figures.write_block(page, mark, [figures.origin(own), "", *lines[:-1]])
 
 
 def draw(rows, plot):

@@ -59,7 +59,7 @@ def table_of(families, rows):
         body = []
         for way in (way for way in WAYS if way in ways):
             case = figures.GPU_PREFIX + "_".join(("training", *family, way, ""))
-            cells = [figures.cell(values.get(case + name), "{:.3f}") for name in COLUMNS]
+            cells = [figures.cell(values.get(case + name)) for name in COLUMNS]
             body.append([WAYS[way][0], str(len(ways[way])), *cells])
         lines += ["", f"**{', '.join(NAMES[part] for part in family)}**", ""]
         lines += figures.markdown(["gradient", "seeds", *COLUMNS.values()], body)[:-1]

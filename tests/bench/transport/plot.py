@@ -12,7 +12,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import figures
 import plots
-from plots import cell, table
+from figures import cell, markdown
 
 MARK = "<!-- figures -->"
 PREFIX = figures.GPU_PREFIX + "transport_"
@@ -46,7 +46,8 @@ def cases_of(values):
 
 def table_of(values):
     """Lines of Markdown."""
-    lines = [("case", "ms", "against", "ms", "ratio", "required", "aim", "spread", "burst", "x products", "MHz", "W")]
+    header = ("case", "ms", "against", "ms", "ratio", "required", "aim", "spread", "burst", "x products", "MHz", "W")
+    lines = []
     for name in cases_of(values):
 
         def value(figure, form="{:.3f}", case=PREFIX + name):
@@ -60,7 +61,7 @@ def table_of(values):
     others = [
         (row["case"], row["value"], row["unit"], row["required"]) for case, row in values.items() if not case.startswith(PREFIX)
     ]
-    return table(*lines) + (["", *table(("figure", "value", "unit", "required"), *others)] if others else [])
+    return markdown(header, lines) + (markdown(("figure", "value", "unit", "required"), others) if others else [])
 
 
 def draw(values, plot):
@@ -86,7 +87,7 @@ def main():
     values = {row["case"]: row for row in rows}
     if not cases_of(values):
         raise SystemExit(f"{options.figures} has no figures of a GPU")
-    figures.write_block(options.page, MARK, [figures.origin(rows), "", *table_of(values)])
+    figures.write_block(options.page, MARK, [figures.origin(rows), "", *table_of(values)[:-1]])
     if options.plot:
         draw(values, options.plot)
 
