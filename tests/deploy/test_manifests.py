@@ -22,6 +22,8 @@ import yaml
 from headwater.v1 import head_service_pb2, head_service_pb2_grpc, tensor_pb2
 from servers import START_TIMEOUT_S, Server, program, running_server, wait_until
 
+import headwater
+
 sys.path += [str(manifests.ROOT / folder) for folder in ("tests/e2e/python", "deploy/kubernetes")]
 
 import size as sizing
@@ -387,13 +389,6 @@ def test_a_group_with_these_flags_serves_when_it_is_whole(name, tmp_path_factory
         wait_until(lambda: place.passes("readinessProbe"), "the group to form")
 
 
-def create(stub, name: str, **spec) -> head_service_pb2.Head:
-    """A head of fp32, by the client's generated code."""
-    spec = head_service_pb2.HeadSpec(data_type=tensor_pb2.DATA_TYPE_FLOAT32, **spec)
-    request = head_service_pb2.CreateHeadRequest(name=f"tenants/default/heads/{name}", spec=spec)
-    return stub.CreateHead(request, timeout=START_TIMEOUT_S, wait_for_ready=True).head
-
-
 def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hw")
     (pod,) = manifests.pods(manifests.overlay_objects("sidecar-pod"))
@@ -401,19 +396,20 @@ def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_fact
     release = threading.Event()
     weight = bytes(4 * 8 * 4)
 
-    def requests(head):
+    def requests():
         header = head_service_pb2.UploadWeightsHeader(name=head.name, epoch=head.epoch, upload_id="u", total_bytes=len(weight))
         header.tensor, header.data_type = head_service_pb2.HEAD_TENSOR_WEIGHT, tensor_pb2.DATA_TYPE_FLOAT32
         yield head_service_pb2.UploadWeightsRequest(header=header)
         release.wait(START_TIMEOUT_S)
         yield head_service_pb2.UploadWeightsRequest(chunk=head_service_pb2.ByteChunk(data=weight))
 
-    with place.running() as server, grpc.insecure_channel(f"unix:{folder}/run/headwater.sock") as channel:
+    address = f"unix:{folder}/run/headwater.sock"
+    with place.running() as server, headwater.connect(address) as client, grpc.insecure_channel(address) as channel:
+        head = client.create_head("h", (8, 4), dtype="float32", trainable=False)
         with server.frozen():
             assert not place.passes("livenessProbe")
         wait_until(lambda: place.passes("livenessProbe"), "it to go on")
-        stub = head_service_pb2_grpc.HeadServiceStub(channel)
-        upload = stub.UploadWeights(requests(create(stub, "h", vocab_size=8, hidden_size=4)), timeout=START_TIMEOUT_S)
+        upload = head_service_pb2_grpc.HeadServiceStub(channel).UploadWeights(requests(), timeout=START_TIMEOUT_S)
         assert next(upload).WhichOneof("message") == "resume_offset_bytes"
         server.process.terminate()
         wait_until(lambda: not place.passes("readinessProbe"), "it to be unready")
@@ -444,11 +440,10 @@ def test_a_server_sized_for_many_small_heads_takes_them_all():
     # The heads of a GPU share the largest workspace.
     shared = needed - (heads - 1) * purposes["workspace"]
     assert shared <= sized([plan] * heads, "cuda")["memory_budget_bytes"] < shared + sizing.GIB
-    with running_server(f"--memory_budget_bytes={budget}") as server, grpc.insecure_channel(server.address) as channel:
-        stub = head_service_pb2_grpc.HeadServiceStub(channel)
-        spec = {"vocab_size": 4096, "hidden_size": 128, "trainable": True, "optimizer": {"adamw": {}}}
+    with running_server(f"--memory_budget_bytes={budget}") as server, headwater.connect(server.address) as client:
         for index in range(heads):
-            assert create(stub, f"h{index}", **spec).memory_plan.total_bytes == sum(purposes.values())
+            head = client.create_head(f"h{index}", (4096, 128), dtype="float32", optimizer=headwater.AdamW())
+            assert head.info().memory_plan.total_bytes == sum(purposes.values())
 
 
 def base_set() -> dict:
