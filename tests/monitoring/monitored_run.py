@@ -29,23 +29,14 @@ def running(*flags: str):
     return running_server(*own, *flags)
 
 
-def metrics_address(server: Server) -> str:
-    return "127.0.0.1:" + server.output.read_text().split("metrics on port ")[1].split()[0]
-
-
-def scrape(server: Server) -> str:
-    with urllib.request.urlopen(f"http://{metrics_address(server)}/metrics", timeout=10) as page:
-        return page.read().decode()
-
-
 class Prometheus:
     """A Prometheus of our own, on a port that the system draws, for a `with` statement.
 
     Its configuration is the one that docs/operations.md shows, with short intervals.
     """
 
-    def __init__(self, directory: Path, metrics: str):
-        self.config = directory / "prometheus.yml"
+    def __init__(self, server: Server):
+        self.config = server.directory / "prometheus.yml"
         self.config.write_text(
             f"""\
 global:
@@ -56,11 +47,11 @@ rule_files:
 scrape_configs:
   - job_name: headwater
     static_configs:
-      - targets: ["{metrics}"]
+      - targets: ["127.0.0.1:{server.metrics_port()}"]
 """
         )
-        log = directory / "prometheus.log"
-        storage = f"--storage.tsdb.path={directory / 'data'}"
+        log = server.directory / "prometheus.log"
+        storage = f"--storage.tsdb.path={server.directory / 'data'}"
         command = ["prometheus", f"--config.file={self.config}", storage, "--web.listen-address=127.0.0.1:0"]
         with log.open("wb") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=output)

@@ -19,7 +19,7 @@ import headwater
 sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e/python"))
 
 from certificates import make_authority, make_signed
-from monitored_run import Server, running, scrape, wait_until
+from monitored_run import Server, running, wait_until
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -133,7 +133,7 @@ def test_no_contents_of_tensors(server):
     ask(server, "the-end")
     wait_until(lambda: any(line.get("request_id") == "the-end" for line in lines(server)), "the last call's line")
     assert any(line.get("method") == "ComputeLoss" for line in lines(server))
-    everything = server.log_text() + scrape(server)
+    everything = server.log_text() + server.metrics_page()
     assert "48879.1" not in everything  # the digits before the point alone may be part of a time or an id
     assert np.float32(needle).tobytes() not in everything.encode()
     assert not any((server.directory / "traces").iterdir())  # no call has asked for any

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from monitored_run import ROOT, RULES, Prometheus, metrics_address, running, scrape, training, wait_until
+from monitored_run import ROOT, RULES, Prometheus, running, training, wait_until
 
 MONITORING = ROOT / "deploy" / "monitoring"
 RULE_TESTS = Path(__file__).resolve().parent / "headwater.rules.test.yaml"
@@ -104,14 +104,10 @@ def test_rules_hold_what_their_tests_say():
 
 @needs_prometheus
 def test_a_real_prometheus_sees_a_real_run():
-    with (
-        running() as server,
-        Prometheus(server.directory, metrics_address(server)) as prometheus,
-        training(server.address) as steps,
-    ):
+    with running() as server, Prometheus(server) as prometheus, training(server.address) as steps:
         promtool("check", "config", prometheus.config)
         # Conventions of names and units, of what is really served.
-        assert promtool("check", "metrics", text=scrape(server)).strip() == ""
+        assert promtool("check", "metrics", text=server.metrics_page()).strip() == ""
 
         wait_until(lambda: steps() >= 4, "four steps")
         # The scrapes that succeed: one that comes later than the short interval allows, on a busy machine, is none.
@@ -146,10 +142,9 @@ def test_a_real_prometheus_sees_a_real_run():
         for outcome in ("committed", "staged", "replayed", "discarded"):
             assert prometheus.query(f'headwater_micro_batches_total{{outcome="{outcome}"}} > 0')
 
-        groups = prometheus.get("rules")["groups"]
-        rules = [rule for group in groups for rule in group["rules"]]
-        wait_until(
-            lambda: all(rule["health"] == "ok" for group in prometheus.get("rules")["groups"] for rule in group["rules"]), "rules"
-        )
-        assert len(rules) == RULES.read_text().count("- record: ") + len(alert_names())
+        def rules() -> list[dict]:
+            return [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+
+        wait_until(lambda: all(rule["health"] == "ok" for rule in rules()), "rules")
+        assert len(rules()) == RULES.read_text().count("- record: ") + len(alert_names())
         assert prometheus.query('ALERTS{alertstate="firing"}') == []

@@ -10,7 +10,7 @@ import subprocess
 import threading
 
 import pytest
-from monitored_run import Server, metrics_address, running, training, wait_until
+from monitored_run import Server, running, training, wait_until
 from servers import program
 
 # The outcomes of a step of the training, and of two.
@@ -66,7 +66,7 @@ def pages(*answers: str, status: int = 200):
 def test_top_shows_a_real_run(server):
     with training(server.address) as steps:
         wait_until(lambda: steps() >= 2, "two steps")
-        metrics = metrics_address(server)
+        metrics = f"127.0.0.1:{server.metrics_port()}"
 
         # On a busy machine a step may take long: the next look is over twice the time.
         intervals = iter([2, 4, 8, 16, 30, 30, 30, 30])
@@ -195,7 +195,7 @@ def test_wrong_command_lines_end_with_two(server, flags):
 def test_on_a_terminal_a_look_replaces_the_last_one(server):
     leader, follower = pty.openpty()
     environment = dict(os.environ, TERM="xterm")
-    flags = ("--interval=100ms", f"--metrics={metrics_address(server)}")
+    flags = ("--interval=100ms", f"--metrics=127.0.0.1:{server.metrics_port()}")
     process = subprocess.Popen(command(server, *flags), stdout=follower, stderr=follower, env=environment)
     os.close(follower)
     seen = b""
@@ -217,7 +217,7 @@ def test_on_a_terminal_a_look_replaces_the_last_one(server):
 
 
 def test_into_a_pipe_looks_follow_each_other_without_escapes(server):
-    flags = ("--interval=100ms", f"--metrics={metrics_address(server)}")
+    flags = ("--interval=100ms", f"--metrics=127.0.0.1:{server.metrics_port()}")
     with subprocess.Popen(
         command(server, *flags), stdout=subprocess.PIPE, text=True, env=dict(os.environ, TERM="xterm")
     ) as process:

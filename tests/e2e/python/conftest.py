@@ -89,11 +89,17 @@ class Server:
             time.sleep(0.02)
         self.address = self._ready.read_text().split()[0]
 
+    def metrics_port(self) -> str:
+        """The port of its metrics; start it with --metrics_address=127.0.0.1:0."""
+        return self.output.read_text().split("metrics on port ")[1].split()[0]
+
+    def metrics_page(self, host: str = "127.0.0.1") -> str:
+        with urllib.request.urlopen(f"http://{host}:{self.metrics_port()}/metrics", timeout=10) as page:
+            return page.read().decode()
+
     def metrics(self) -> dict[str, float]:
-        """Its metrics by name with labels; start it with --metrics_address=127.0.0.1:0."""
-        port = self.output.read_text().split("metrics on port ")[1].split()[0]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
-            lines = page.read().decode().splitlines()
+        """Its metrics by name with labels."""
+        lines = self.metrics_page().splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
     def log_text(self) -> str:

@@ -8,7 +8,6 @@ import ctypes
 import os
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,6 @@ def enter_namespace() -> bool:
         subprocess.run(["ip", *command.split()], check=True)
     addresses = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout
     return "inet6 ::1" in addresses and "inet " not in addresses
-
-
-def scrape(port: str) -> str:
-    """The metrics page."""
-    with urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=10) as page:
-        return page.read().decode()
 
 
 def train_in_a_group(join: str) -> None:
@@ -63,8 +56,7 @@ def train_in_a_group(join: str) -> None:
                 out = head.cross_entropy(hidden, targets, micro_batch=0)
                 assert abs(out.loss_sum - loss) <= 1e-5 * loss
                 head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
-            metrics_port = leader.output.read_text().split("metrics on port ")[1].split()[0]
-            eventually(lambda: "headwater_steps" in scrape(metrics_port), lambda: scrape(metrics_port))
+            eventually(lambda: "headwater_steps" in leader.metrics_page("[::1]"), lambda: leader.metrics_page("[::1]"))
         finally:
             worker.kill()
             worker.wait()

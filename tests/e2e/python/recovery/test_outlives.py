@@ -154,9 +154,8 @@ def test_signals_that_mean_nothing():
 
 def test_readers_of_metrics_and_descriptors_that_go():
     with running() as server:
-        port = int(server.output.read_text().split("metrics on port ")[1])
         for _ in range(20):
-            with socket.create_connection(("127.0.0.1", port)) as scrape:
+            with socket.create_connection(("127.0.0.1", int(server.metrics_port()))) as scrape:
                 scrape.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # reset at the end
                 scrape.sendall(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n" * 4)
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as descriptors:
