@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from servers import write_program
 
 PACKAGE = Path(__file__).resolve().parents[2] / "server/python/headwater_server"
 
@@ -14,10 +15,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "server/python/headwater_server"
 def site(tmp_path) -> Path:
     """A folder with the package, whose headwaterd prints its arguments."""
     shutil.copytree(PACKAGE, tmp_path / "headwater_server", ignore=shutil.ignore_patterns("__pycache__", "bin"))
-    program = tmp_path / "headwater_server/bin/headwaterd"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "$$"\ngrep SigIgn /proc/self/status\necho "$@"\nexit 7\n')
-    program.chmod(0o755)
+    program = '#!/bin/sh\necho "$$"\ngrep SigIgn /proc/self/status\necho "$@"\nexit 7\n'
+    write_program(tmp_path / "headwater_server/bin/headwaterd", program)
     return tmp_path
 
 

@@ -341,6 +341,12 @@ class Wrapped(torch.Tensor):
 FLOATS = np.linspace(1, 2, NUM_TOKENS * HIDDEN_SIZE).reshape(NUM_TOKENS, HIDDEN_SIZE).astype(np.float32)
 WEIGHT = np.linspace(1, 2, VOCAB_SIZE * HIDDEN_SIZE).reshape(VOCAB_SIZE, HIDDEN_SIZE).astype(np.float32)
 IDS = np.arange(NUM_TOKENS)
+
+
+def stream(head, *rows):
+    return headwater.Client(head._backend).teacher("key", total_rows=NUM_TOKENS).stream(*rows)
+
+
 # By name: the kind, a value that is right, and a call that takes it.
 ARRAYS = {
     "hidden": ("rows", FLOATS, lambda head, x: head.cross_entropy(x, IDS, backward=False)),
@@ -351,20 +357,12 @@ ARRAYS = {
         lambda head, x: head.cross_entropy(FLOATS, IDS, micro_batch=0, grad_hidden_out=x),
     ),
     "teacher_hidden": ("rows", FLOATS, lambda head, x: head.jsd(FLOATS, head, x, backward=False)),
-    "teacher_rows": (
-        "rows",
-        FLOATS,
-        lambda head, x: headwater.Client(head._backend).teacher("key", total_rows=NUM_TOKENS).stream(x),
-    ),
+    "teacher_rows": ("rows", FLOATS, lambda head, x: stream(head, x)),
     "gradient": ("rows", FLOATS, lambda head, x: head.add_gradient(x, micro_batch=0)),
     "weight": ("rows", WEIGHT, lambda head, x: headwater.Client(head._backend).create_head("converted", x)),
     "set_weight": ("rows", WEIGHT, lambda head, x: head.set_weight(x)),
     "targets": ("integers", IDS, lambda head, x: head.cross_entropy(FLOATS, x, backward=False)),
-    "row_indices": (
-        "integers",
-        IDS,
-        lambda head, x: headwater.Client(head._backend).teacher("key", total_rows=NUM_TOKENS).stream(FLOATS, x),
-    ),
+    "row_indices": ("integers", IDS, lambda head, x: stream(head, FLOATS, x)),
     "joined_row_indices": (
         "integers",
         IDS,
@@ -387,19 +385,23 @@ CONVERSIONS = [
 ]
 
 
+def converted(right, change):
+    """What a function makes of a value, or the value in another type."""
+    return right.astype(change) if isinstance(change, (str, type)) else change(right)
+
+
 @pytest.mark.parametrize(("name", "change"), CONVERSIONS)
 def test_no_conversion_changes_or_drops_a_value(rejects, head, name, change):
     """What was passed is read as it is, or refused before anything is sent."""
     kind, right, call = ARRAYS[name]
-    changed = {**EVERYWHERE, **CHANGED[kind]}[change]
-    value = changed(right.copy()) if not isinstance(changed, (str, type)) else right.astype(changed)
+    value = converted(right.copy(), {**EVERYWHERE, **CHANGED[kind]}[change])
     beyond = any(text in change for text in ("ragged", "beyond_float32", "beyond_int"))
     assert rejects("INVALID_FIELD" if beyond else "DATA_TYPE_MISMATCH", lambda: call(head, value), head).metadata["field"]
 
 
 KEPT = {
-    "targets": (">i8", "<u8", np.uint8, lambda x: torch.from_numpy(x).to(torch.uint8), list),
-    "token_weights": (np.bool_, np.float64, ">f8", np.float16, lambda x: torch.from_numpy(x).double(), list),
+    "targets": (">i8", "<u8", np.uint8, lambda x: torch.from_numpy(x).to(torch.uint8), lambda x: [*x]),
+    "token_weights": (np.bool_, np.float64, ">f8", np.float16, lambda x: torch.from_numpy(x).double(), lambda x: [*x]),
     "hidden": (lambda x: torch.from_numpy(x * 1j).conj().imag.neg(), np.asfortranarray),
 }
 
@@ -409,10 +411,7 @@ def test_conversions_that_keep_the_values_are_made(head, name):
     _, right, call = ARRAYS[name]
     wanted = call(head, right).loss_sum
     for change in KEPT[name]:
-        value = (
-            change(right) if callable(change) and not (isinstance(change, type) and change is not list) else right.astype(change)
-        )
-        assert call(head, value).loss_sum == wanted, change
+        assert call(head, converted(right, change)).loss_sum == wanted, change
 
 
 LOSS_ARGUMENTS = {
