@@ -4,9 +4,7 @@
 figures.py REPORT COMMIT OUTPUT.csv     # REPORT: what the last tests/fuzz/run has printed
 """
 
-import os
 import pathlib
-import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -17,8 +15,7 @@ import figures  # noqa: E402
 
 def main() -> None:
     report, commit, output = sys.argv[1:]
-    model = re.search(r"^model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    machine = f"{model[1]}, {os.cpu_count()} cores" if model else "unknown"
+    machine = figures.processor()
     rows = []
     for line in pathlib.Path(report).read_text(encoding="utf-8").splitlines():
         target, *pairs = line.split()

@@ -6,7 +6,9 @@ A case is a file's key: a figure that is taken again replaces the older one wher
 """
 
 import csv
+import os
 import pathlib
+import re
 import sys
 
 HEADER = ("case", "value", "unit", "sense", "required", "machine", "commit")
@@ -21,6 +23,12 @@ UNITS = {
     "server_planned_mib": "MiB",
     "device_mib": "MiB of all processes",
 }
+
+
+def processor():
+    """The processor as it calls itself, and the cores that this process may use."""
+    found = re.search(r"^model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return f"{found[1] if found else os.uname().machine}, {len(os.sched_getaffinity(0))} cores"
 
 
 def prefix_of(machine):
