@@ -19,7 +19,13 @@ CLASS = re.compile(
     r"(?::[^;{()]*(?:\([^)]*\))?[^;{()]*)?\{"
 )
 # The most that is allowed. What was before, at d466ba5, stands in docs/benchmarks/server.md.
-BOUNDS = {"server_lines": 26500, "largest_class": 40, "largest_file": 600, "fullest_folder": 30}
+BOUNDS = {
+    "server_lines": 26500,
+    "tests_lines_without_frameworks": 76000,
+    "largest_class": 40,
+    "largest_file": 600,
+    "fullest_folder": 30,
+}
 
 
 def tracked(*folders: str) -> list[str]:
