@@ -641,12 +641,12 @@ TEST_F(CheckpointStoreTest, ManifestsOfOlderVersionsAreRead) {
   ASSERT_OK(Save("x"));
   const auto rewrite = [this](const std::function<void(nlohmann::json&)>& change) { RewriteManifest("x", change); };
   EXPECT_EQ(store_->Read("default", "student", "x")->spec.staging_slots, 2);
+  rewrite([](nlohmann::json& manifest) { manifest["int8_teacher"] = true; });
+  EXPECT_TRUE(store_->Read("default", "student", "x")->spec.int8_teacher);
   for (const nlohmann::json& wrong : {nlohmann::json(-1), nlohmann::json("1"), nlohmann::json(int64_t{1} << 31)}) {
     rewrite([&](nlohmann::json& manifest) { manifest["staging_slots"] = wrong; });
     EXPECT_REASON(store_->Read("default", "student", "x"), kFileCorrupt) << wrong;
   }
-  rewrite([](nlohmann::json& manifest) { manifest["int8_teacher"] = true; });
-  EXPECT_TRUE(store_->Read("default", "student", "x")->spec.int8_teacher);
   rewrite([](nlohmann::json& manifest) {
     EXPECT_EQ(manifest.erase("int8_teacher"), 1u);
     EXPECT_EQ(manifest.erase("staging_slots"), 1u);
