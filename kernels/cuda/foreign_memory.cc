@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "headwater/kernels/error.h"
+#include "kernels/cuda/driver_entry.h"
 #include "kernels/cuda/held_memory.h"
 
 namespace headwater::cuda {
@@ -110,13 +111,7 @@ absl::Status CannotOpen(EngineCore& core, cudaError_t error, const char* field, 
 int64_t BytesBehind(const void* data) {
   using AddressRange = int (*)(unsigned long long* base, size_t* bytes, unsigned long long pointer);  // cuMemGetAddressRange_v2
   void* entry = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuMemGetAddressRange", &entry, 12000, cudaEnableDefault, &result);
-#else
-  const cudaError_t error = cudaGetDriverEntryPoint("cuMemGetAddressRange", &entry, cudaEnableDefault, &result);
-#endif
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+  if (FindDriverEntry("cuMemGetAddressRange", &entry) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
     return 0;
   }

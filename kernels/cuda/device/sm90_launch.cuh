@@ -10,30 +10,27 @@
 #include <cstdint>
 
 #include "kernels/cuda/device/sm90_product.cuh"
+#include "kernels/cuda/driver_entry.h"
 
 namespace headwater::cuda::sm90 {
 
 // Cluster rows a raster group: measured (kernels/lab/README.md).
 inline constexpr int32_t kRasterGroup = 8;
 
+inline int64_t ColumnTiles(int64_t columns) { return (columns + kTileN - 1) / kTileN; }
+
 using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                                      const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                      CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's encoder, looked up once, so that nothing links libcuda. Any thread.
+// The driver's encoder, looked up once. Any thread.
 inline cudaError_t FindEncoder(EncodeTensorMap* encode) {
   static std::atomic<EncodeTensorMap> found{nullptr};
   *encode = found.load(std::memory_order_acquire);
   if (*encode != nullptr) return cudaSuccess;
   void* entry = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
-#else
-  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &result);
-#endif
+  const cudaError_t error = FindDriverEntry("cuTensorMapEncodeTiled", &entry);
   if (error != cudaSuccess) return error;
-  if (result != cudaDriverEntryPointSuccess) return cudaErrorCallRequiresNewerDriver;
   *encode = reinterpret_cast<EncodeTensorMap>(entry);
   found.store(*encode, std::memory_order_release);
   return cudaSuccess;
@@ -101,7 +98,7 @@ cudaError_t LaunchProduct(const Operand& a, const Operand& b, int64_t k, const O
   if (error != cudaSuccess) return error;
   const ProductShape shape{static_cast<int32_t>(a.rows), static_cast<int32_t>(b.rows), static_cast<int32_t>(k), kRasterGroup};
   const int64_t cluster_rows = (a.rows + kTileM * kCluster - 1) / (kTileM * kCluster);
-  const int64_t clusters = std::min<int64_t>(multiprocessors / kCluster, cluster_rows * ((b.rows + kTileN - 1) / kTileN));
+  const int64_t clusters = std::min<int64_t>(multiprocessors / kCluster, cluster_rows * ColumnTiles(b.rows));
   ProductKernel<Epilogue><<<static_cast<unsigned>(clusters * kCluster), kProductThreads, kProductSharedBytes, stream>>>(
       map_a, map_b, map_c, shape, params);
   return cudaGetLastError();

@@ -244,8 +244,6 @@ __global__ void __launch_bounds__(128)
 
 constexpr double kLog2E = 1.4426950408889634;
 
-int64_t ColumnTiles(int64_t columns) { return (columns + sm90::kTileN - 1) / sm90::kTileN; }
-
 template <bool kWithBias, bool kWithSoftcap>
 cudaError_t Launch(const EProductParams& params, cudaStream_t stream) {
   using Epilogue = EProductEpilogue<kWithBias, kWithSoftcap>;
@@ -277,7 +275,7 @@ bool IsMultiple(const void* pointer, uintptr_t bytes) { return reinterpret_cast<
 
 }  // namespace
 
-int64_t EProductPartialCount(int64_t row_count, int64_t columns) { return ColumnTiles(columns) * row_count; }
+int64_t EProductPartialCount(int64_t row_count, int64_t columns) { return sm90::ColumnTiles(columns) * row_count; }
 
 cudaError_t LaunchEProduct(const EProductParams& params, cudaStream_t stream) {
   const ShardWeights& shard = params.shard;
@@ -299,7 +297,7 @@ cudaError_t LaunchEProduct(const EProductParams& params, cudaStream_t stream) {
 cudaError_t LaunchSumPartials(const float* partial_sums, int64_t row_count, int64_t columns, double* sums, cudaStream_t stream) {
   if (row_count == 0) return cudaSuccess;
   SumPartialsKernel<<<static_cast<unsigned>((row_count + 31) / 32), 32 * kSumRuns, 0, stream>>>(partial_sums, row_count,
-                                                                                                ColumnTiles(columns), sums);
+                                                                                                sm90::ColumnTiles(columns), sums);
   return cudaGetLastError();
 }
 
