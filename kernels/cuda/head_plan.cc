@@ -101,6 +101,7 @@ HeadPlan PlanHeadOnCuda(const HeadSpec& spec, const EngineOptions& options) {
   plan.shards = SplitVocab(spec.vocab_size, options.shard_count, options.shard_weights);
   const int64_t row_stride = Padded(spec.hidden_size);
   Split split = {spec.transform.valid_vocab_size, options.shard_count, options.shard_count};
+  int64_t held_rows = spec.vocab_size;
   if (options.group.world_size == 1) {
     AddTensorItems(spec, row_stride, &plan.memory);
   } else {
@@ -112,16 +113,15 @@ HeadPlan PlanHeadOnCuda(const HeadSpec& spec, const EngineOptions& options) {
       int64_t widest = 0;
       for (const RowRange& shard : plan.shards) widest = std::max(widest, shard.size());
       split = {widest, 1, options.group.world_size};
+      held_rows = own_rows;
       HeadSpec held = spec;
-      held.vocab_size = own_rows;
+      held.vocab_size = held_rows;
       AddTensorItems(held, row_stride, &plan.memory);
     }
   }
   if (spec.int8_teacher) {
-    const bool is_shard = options.group.world_size > 1 && spec.parallelism == Parallelism::kVocabulary;
-    const int64_t rows = is_shard ? plan.shards[static_cast<size_t>(options.group.rank)].size() : spec.vocab_size;
     // CudaHead's means and Int8Bytes() of each shard.
-    const int64_t bytes = SaturatingMultiply(rows, (spec.hidden_size + 127) / 128 * 128 + 8);
+    const int64_t bytes = SaturatingMultiply(held_rows, (spec.hidden_size + 127) / 128 * 128 + 8);
     AddPlanItem("int8_weight", SaturatingAdd(bytes, int64_t{1024} * split.held_shards), &plan.memory);
   }
   plan.own_bytes = plan.memory.total_bytes;
