@@ -257,6 +257,7 @@ absl::Status FinishTerms(MicroBatchPlan* plan, std::vector<LossSums>* sums) {
   for (TermPlan& term : plan->terms) {
     term.sums.non_finite_row_count = std::count(term.non_finite.begin(), term.non_finite.end(), 1);
     non_finite_rows += term.sums.non_finite_row_count;
+    if (term.teacher_error_rows > 0) term.sums.teacher_mean_square_error /= static_cast<double>(term.teacher_error_rows);
     sums->push_back(term.sums);
   }
   if (!plan->micro_batch->refuse_non_finite || non_finite_rows == 0) return absl::OkStatus();

@@ -61,6 +61,7 @@ struct TermPlan {
 
   // Results.
   LossSums sums;
+  int64_t teacher_error_rows = 0;   // that have added to sums.teacher_mean_square_error, which FinishTerms() divides by them
   std::vector<uint8_t> non_finite;  // [row_count]
 };
 

@@ -92,10 +92,6 @@ absl::Status Computation::Run() {
   HEADWATER_RETURN_IF_ERROR(Decide());
   HEADWATER_RETURN_IF_ERROR(Drain());
   drained_ = true;
-  for (const TermRun& term : *members_.front().terms) {
-    if (term.teacher_error_rows == 0) continue;
-    term.plan->sums.teacher_mean_square_error = term.teacher_square_error / static_cast<double>(term.teacher_error_rows);
-  }
   HEADWATER_RETURN_IF_ERROR(TellNonFinite());
   const Member& first = members_.front();
   const MutableRowsView& out = first.micro_batch->grad_hidden;
@@ -133,8 +129,8 @@ absl::Status Computation::Drain() {
     for (size_t i = 0; i < rows.size(); ++i) {
       RecordRow(rows[i], pending.reports[i], pending.non_finite[i] == 0, pending.term->plan);
       if (pending.teacher_errors != nullptr && rows[i].has_gradient()) {
-        pending.term->teacher_square_error += static_cast<double>(pending.teacher_errors[i]);
-        pending.term->teacher_error_rows += 1;
+        pending.term->plan->sums.teacher_mean_square_error += static_cast<double>(pending.teacher_errors[i]);
+        pending.term->plan->teacher_error_rows += 1;
       }
       if (pending.non_finite_out != nullptr && pending.non_finite_out[rows[i].chunk_row] != 0) {
         pending.term->plan->non_finite[static_cast<size_t>(rows[i].term_row)] = 1;

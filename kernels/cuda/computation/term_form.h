@@ -42,11 +42,9 @@ struct TermRun {
   // kRows: rows whose logits exist at once, while M of the whole chunk has a place of its own. 0: M is written over the logits of
   // all rows.
   int64_t slice_rows = 0;
-  bool exchanges_teacher = false;   // on a rank of a group whose teacher is cut at other columns than the student
-  bool shard_passes = false;        // a divergence on a rank of a group, by the passes of divergence_shards.h
-  bool int8_teacher = false;        // the teacher's logits are those of its int8 copy
-  double teacher_square_error = 0;  // expected, summed over so many rows that have a gradient
-  int64_t teacher_error_rows = 0;
+  bool exchanges_teacher = false;     // on a rank of a group whose teacher is cut at other columns than the student
+  bool shard_passes = false;          // a divergence on a rank of a group, by the passes of divergence_shards.h
+  bool int8_teacher = false;          // the teacher's logits are those of its int8 copy
   bool may_list = false;              // M may become lists of entries (gradient_list.h), if there are rows enough
   CrossEntropyOptions cross_entropy;  // its class weights are device memory
   FinishOptions finish;
