@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "kernels/core/loss/dither.h"
+#include "kernels/cuda/device/elements.cuh"
+#include "kernels/cuda/device/row_block.cuh"
 #include "kernels/cuda/device/sm90_launch.cuh"
 #include "kernels/cuda/products/int8_product.h"
 
@@ -65,23 +67,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMostSharedBytes = 128 << 10;  // fp32 rows of kMaxInt8HiddenSize
 
-__device__ __forceinline__ float ToFloat(float x) { return x; }
-__device__ __forceinline__ float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float ToFloat(__half x) { return __half2float(x); }
-
-// The block's sum or maximum, in a fixed order; all threads get it.
-template <class T, class Combine>
-__device__ T ReduceBlock(T value, Combine combine) {
-  __shared__ T parts[kThreads / 32];
-  for (int step = 16; step > 0; step /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, step));
-  __syncthreads();  // the former reduction's parts have been read
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = parts[0];
-  for (int i = 1; i < kThreads / 32; ++i) value = combine(value, parts[i]);
-  return value;
-}
-
 // One block a row, which it rotates in shared memory [k] by butterflies. A step reads and writes 8 k bytes of it, log2(block)
 // steps: 55 us for 4096 rows of 4096.
 template <class T>
@@ -91,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = blockIdx.x;
   const T* const from = source + row * stride;
   for (int32_t i = threadIdx.x; i < k; i += kThreads) {
-    const float x = i < columns ? ToFloat(from[i]) : 0.0f;
+    const float x = i < columns ? elements::ValueOf<float>(from[i]) : 0.0f;
     values[i] = MixBits(static_cast<uint64_t>(i)) >> 63 != 0 ? -x : x;
   }
   for (int32_t half = 1; half < block; half *= 2) {
@@ -104,17 +89,20 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   __syncthreads();
-  const auto add = [](float a, float b) { return a + b; };
-  float largest = 0, squares = 0, bad = 0;
+  __shared__ float shared_largest[kThreads / 32];
+  __shared__ double shared_sums[1][kThreads / 32];
+  float largest = 0;
+  double squares[1] = {};
+  int bad = 0;
   for (int32_t i = threadIdx.x; i < k; i += kThreads) {
     const float x = values[i];
     if (!isfinite(x)) bad = 1;
     largest = fmaxf(largest, fabsf(x));
-    squares = fmaf(x, x, squares);
+    squares[0] += static_cast<double>(x) * static_cast<double>(x);
   }
-  largest = ReduceBlock(largest, [](float a, float b) { return fmaxf(a, b); });
-  squares = ReduceBlock(squares, add);
-  bad = ReduceBlock(bad, add);
+  bad = __syncthreads_or(bad);
+  largest = row_block::BlockMax<kThreads>(largest, shared_largest);
+  row_block::BlockSum<kThreads>(squares, shared_sums);
   const float inverse = bad == 0 && largest > 0 ? 127.0f / largest : 0.0f;
   auto* const words = reinterpret_cast<uint32_t*>(out.data + row * k);
   for (int32_t i = threadIdx.x; i < k / 4; i += kThreads) {
@@ -127,24 +115,21 @@ __global__ void __launch_bounds__(kThreads)
     words[i] = word;
   }
   if (threadIdx.x != 0) return;
-  const float size = static_cast<float>(block);
-  out.scales[row] = bad != 0 ? NAN : largest / (127.0f * sqrtf(size));
-  out.norms[row] = squares / size;
+  out.scales[row] = bad != 0 ? NAN : largest / (127.0f * sqrtf(static_cast<float>(block)));
+  out.norms[row] = static_cast<float>(squares[0] / block);
 }
 
 // One block.
 __global__ void __launch_bounds__(kThreads) MeansKernel(const Int8Rows rows, double* means) {
-  const auto add = [](double a, double b) { return a + b; };
-  double norm = 0, scale = 0;
+  __shared__ double shared_sums[2][kThreads / 32];
+  double sums[2] = {};  // of squared norms and scales
   for (int64_t i = threadIdx.x; i < rows.rows; i += kThreads) {
-    norm += static_cast<double>(rows.norms[i]);
-    scale += static_cast<double>(rows.scales[i]) * static_cast<double>(rows.scales[i]);
+    sums[0] += static_cast<double>(rows.norms[i]);
+    sums[1] += static_cast<double>(rows.scales[i]) * static_cast<double>(rows.scales[i]);
   }
-  norm = ReduceBlock(norm, add);
-  scale = ReduceBlock(scale, add);
+  row_block::BlockSum<kThreads>(sums, shared_sums);
   if (threadIdx.x != 0) return;
-  means[0] = norm / static_cast<double>(rows.rows);
-  means[1] = scale / static_cast<double>(rows.rows);
+  for (int i = 0; i < 2; ++i) means[i] = sums[i] / static_cast<double>(rows.rows);
 }
 
 // One thread a row.
