@@ -22,6 +22,7 @@ UNITS = {
     "trainer_peak_mib": "MiB",
     "server_planned_mib": "MiB",
     "device_mib": "MiB of all processes",
+    "beside_mib": "MiB of server and contexts",
 }
 
 

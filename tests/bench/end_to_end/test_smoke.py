@@ -16,3 +16,10 @@ def test_trains_with_the_head_in_process_and_remote(smoke_run, tmp_path):
     assert max(losses) - min(losses) < 0.01 * min(losses)
     assert all(result["tokens_per_second"] > 0 and len(result["losses"]) >= 4 + 4 for result in results.values())
     assert values["cpu_end_to_end_remote_grpc_tokens_per_second"] > 0
+
+
+def test_trains_on_one_gpu_with_a_resolution(smoke_run):
+    pytest.importorskip("torch")
+    values = smoke_run("one-gpu", "--one-gpu")
+    exact, coarse = (values[f"cpu_one_gpu_{name}_first_loss"] for name in ("remote_grpc", "remote_grpc_tau_2_8"))
+    assert coarse == exact  # a resolution rounds gradients alone

@@ -73,7 +73,8 @@ def make_model(options, shape, device):
     weight = language_model.make_head_weight(shape, device, torch.bfloat16)
     if options.way not in ("remote", "overlapped"):
         return Model(body, trainers.LocalHead(options.way, weight))
-    return Model(body, trainers.RemoteHead(headwater.connect(options.address, transport=options.transport), "head", weight))
+    client = headwater.connect(options.address, transport=options.transport)
+    return Model(body, trainers.RemoteHead(client, "head", weight, gradient_resolution=options.resolution))
 
 
 def measure(rank, options, shape):
@@ -95,9 +96,12 @@ def measure(rank, options, shape):
         return loss
 
     bounds = {"least": RANK_STEPS} if options.ranks > 1 else {"least": 4, "seconds": options.seconds}
-    result = trainers.timed(step, device, warm_up=4, **bounds)
+    result = trainers.timed(step, device, warm_up=options.warm_up, **bounds)
     tokens = options.ranks * MICRO_BATCHES * options.sequences * shape.context
     result["tokens_per_second"] = 1000 * tokens / result["step_ms"]
+    if device != "cpu":
+        free, total = torch.cuda.mem_get_info()
+        result["beside_mib"] = (total - free - torch.cuda.memory_reserved()) / trainers.MIB
     if rank == 0:
         runs.say(result)
     if options.probe:
