@@ -21,5 +21,5 @@ def test_trains_with_the_head_in_process_and_remote(smoke_run, tmp_path):
 def test_trains_on_one_gpu_with_a_resolution(smoke_run):
     pytest.importorskip("torch")
     values = smoke_run("one-gpu", "--one-gpu")
-    exact, coarse = (values[f"cpu_one_gpu_{name}_first_loss"] for name in ("remote_grpc", "remote_grpc_tau_2_8"))
+    exact, coarse = (values[f"cpu_one_gpu_remote_grpc{way}_first_loss"] for way in ("", "_declared_tau_2_8"))
     assert coarse == exact  # a resolution rounds gradients alone

@@ -58,23 +58,23 @@ def train_overlapped(model, micro_batches):
 
     for number, (inputs, targets) in enumerate(micro_batches):
         hidden = model.body(inputs)
-        rows = hidden.detach().flatten(0, 1)
-        waiting.append(
-            (hidden, model.head.head.cross_entropy_future(rows, targets.flatten(), micro_batch=number, loss_scale=scale))
-        )
+        rows, options = hidden.detach().flatten(0, 1), {"gradient_resolution": model.head.loss.gradient_resolution}
+        future = model.head.head.cross_entropy_future(rows, targets.flatten(), micro_batch=number, loss_scale=scale, **options)
+        waiting.append((hidden, future))
         if len(waiting) == 2:
             total += finish(*waiting.pop(0))
     return total + sum(finish(*entry) for entry in waiting)
 
 
 def make_model(options, shape, device):
-    """The body, under the head that `way` names: remote or overlapped, or the way of a head in process."""
+    """The body, under the head that `way` names: remote, declared or overlapped, or the way of a head in process."""
     body = language_model.make_body(shape, device, torch.bfloat16)
     weight = language_model.make_head_weight(shape, device, torch.bfloat16)
-    if options.way not in ("remote", "overlapped"):
+    if options.way not in ("remote", "declared", "overlapped"):
         return Model(body, trainers.LocalHead(options.way, weight))
     client = headwater.connect(options.address, transport=options.transport)
-    return Model(body, trainers.RemoteHead(client, "head", weight, gradient_resolution=options.resolution))
+    declared = {"loss_scale": 1 / MICRO_BATCHES} if options.way == "declared" else {}
+    return Model(body, trainers.RemoteHead(client, "head", weight, gradient_resolution=options.resolution, **declared))
 
 
 def measure(rank, options, shape):
