@@ -1,26 +1,19 @@
 """A headwaterd for a benchmark in Python."""
 
 import contextlib
-import dataclasses
 import pathlib
-import subprocess
+import sys
 import tempfile
-import time
+import types
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "e2e/python"))
+import headwaterd
 
 CPU_ENGINE = ("--engine=cpu", "--threads=1")
-
-
-@dataclasses.dataclass
-class Server:
-    """A headwaterd that runs; without anything, none."""
-
-    process: subprocess.Popen | None = None
-    address: str = ""
-    log: pathlib.Path | None = None
-
-    def log_end(self):
-        """The last 4000 characters of its log."""
-        return self.log.read_text(encoding="utf-8", errors="replace")[-4000:] if self.log else ""
+# The server's defaults in the place of those of the tests.
+DEFAULTS = ("--checkpoint_directory=", "--load_root=", "--log_level=info")
+# In the place of a server where none is wanted.
+NO_SERVER = types.SimpleNamespace(address="", log_end=lambda: "")
 
 
 @contextlib.contextmanager
@@ -29,32 +22,19 @@ def running(build, folder, *engine, listen=None):
 
     `engine` are its flags of the engine: without, the CPU engine and one thread.
     """
-    ready, log = folder / "ready", folder / "log"
-    listen = listen or f"unix:{folder}/hw.sock"
-    command = [build / "bin" / "headwaterd", f"--listen_addresses={listen}", f"--port_file={ready}", "--metrics_address="]
-    with log.open("wb") as output:
-        process = subprocess.Popen([*map(str, command), *(engine or CPU_ENGINE)], stdout=output, stderr=output)
+    listening = [f"--listen_addresses={listen}"] if listen else []
+    started = headwaterd.Server(folder, *DEFAULTS, *listening, *(engine or CPU_ENGINE), binary=build / "bin/headwaterd")
     try:
-        deadline = time.monotonic() + 120
-        while not ready.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("headwaterd did not start:\n" + log.read_text())
-            time.sleep(0.05)
-        yield Server(process, ready.read_text().split()[0], log)
+        yield started
     finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        started.stop()
 
 
 @contextlib.contextmanager
 def sharing(build, *engine, listen=None, wanted=True):
     """As running(), in a folder of its own, with memory that it shares with its clients. No server if none is wanted."""
     if not wanted:
-        yield Server()
+        yield NO_SERVER
         return
     with tempfile.TemporaryDirectory(prefix="hw-") as name:
         folder = pathlib.Path(name)

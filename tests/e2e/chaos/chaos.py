@@ -23,7 +23,7 @@ import links
 import trainer
 
 sys.path.append(str(Path(__file__).parents[1] / "python"))
-from conftest import START_TIMEOUT_S, Server
+from headwaterd import START_TIMEOUT_S, Server
 
 KINDS = {"kill server": 4, "kill trainer": 4, "cut link": 5, "halt link": 2, "slow link": 2, "fill disk": 3}  # with their weights
 DISK_BYTES = 4 << 20

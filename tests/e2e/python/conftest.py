@@ -1,21 +1,14 @@
 """Backends that the tests run on: headwaterd behind a Unix socket, with 3 vocabulary shards, and `headwater.local`, with 1.
 
 The rows of the first go through gRPC, those of the second lie in shared memory.
-
-HEADWATERD names the server; without it, bin/headwaterd of the build that HEADWATER_BUILD_DIR names. HEADWATER_TEST_ENGINE is their
-engine, "cpu" or "cuda"; without it, "cpu".
 """
 
 import contextlib
 import functools
 import gc
 import itertools
-import os
-import signal
-import subprocess
+import sys
 import tempfile
-import time
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,130 +18,14 @@ import pytest
 import headwater
 import headwater.local
 
-START_TIMEOUT_S = 60
-ENGINE = os.environ.get("HEADWATER_TEST_ENGINE", "cpu")
-# Place, number of shards, and transport.
-BACKENDS = ("remote-3-grpc", "local-1")
-# For headwater.local, too, in this process and in those that the tests start.
-if "HEADWATER_BUILD_DIR" in os.environ:
-    os.environ.setdefault("HEADWATERD", os.path.join(os.environ["HEADWATER_BUILD_DIR"], "bin", "headwaterd"))
+sys.path.append(str(Path(__file__).parent))  # where another conftest has loaded this one by its path
+
+from headwaterd import ENGINE, Server, running_server
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
     config.addinivalue_line("markers", "gpu_group: needs two CUDA GPUs or more")
-
-
-def server_binary() -> str:
-    """Path of headwaterd; fails where there is none, because a suite without a server proves nothing."""
-    path = os.environ.get("HEADWATERD")
-    if not path or not os.access(path, os.X_OK):
-        pytest.fail(
-            f"set HEADWATERD to headwaterd, or HEADWATER_BUILD_DIR to a build with bin/headwaterd (have {path!r})", pytrace=False
-        )
-    return path
-
-
-class Server:
-    """A headwaterd of our own, in a temporary directory, which flags call {directory}; `process`: options of its Popen."""
-
-    def __init__(self, directory: Path, *flags: str, **process):
-        self.directory = directory
-        self.checkpoints = directory / "checkpoints"
-        self.load_root = directory / "load"
-        self.load_root.mkdir()
-        self.log = (directory / "log").open("w+b")
-        self.output = directory / "output"
-        ready = directory / "ready"
-        self._command = [
-            server_binary(),
-            f"--listen_addresses=unix:{directory}/hw.sock",
-            f"--port_file={ready}",
-            "--metrics_address=",
-            f"--checkpoint_directory={self.checkpoints}",
-            f"--load_root={self.load_root}",
-            "--log_level=warning",
-            f"--engine={ENGINE}",
-            *(flag.replace("{directory}", str(directory)) for flag in flags),
-        ]
-        self._ready = ready
-        self._process_options = process
-        self.start()
-
-    def start(self) -> None:
-        """Starts it, for the first time or again: at the same address, on the same checkpoints."""
-        self._ready.unlink(missing_ok=True)
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(self._command, **{"stdout": output, "stderr": self.log, **self._process_options})
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._ready.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                log = self.log_text()
-                self.stop()
-                pytest.fail(f"headwaterd did not get ready: {log}", pytrace=False)
-            time.sleep(0.02)
-        self.address = self._ready.read_text().split()[0]
-
-    def metrics_port(self) -> str:
-        """The port of its metrics; start it with --metrics_address=127.0.0.1:0."""
-        return self.output.read_text().split("metrics on port ")[1].split()[0]
-
-    def metrics_page(self, host: str = "127.0.0.1") -> str:
-        with urllib.request.urlopen(f"http://{host}:{self.metrics_port()}/metrics", timeout=10) as page:
-            return page.read().decode()
-
-    def metrics(self) -> dict[str, float]:
-        """Its metrics by name with labels."""
-        lines = self.metrics_page().splitlines()
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
-
-    def log_text(self) -> str:
-        """What it has logged."""
-        self.log.flush()
-        return (self.directory / "log").read_text(errors="replace")
-
-    @contextlib.contextmanager
-    def frozen(self):
-        """Stops it for a while: calls hang without depending on how fast the machine is."""
-        self.process.send_signal(signal.SIGSTOP)
-        # One thread takes the signal and stops the others; on a busy machine they go on until it has its turn.
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-        try:
-            yield
-        finally:
-            if self.process.poll() is None:
-                self.process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        """Ends it without warning."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    def restart(self) -> None:
-        """As a server that has crashed, and that something starts again."""
-        self.kill()
-        self.start()
-
-    def stop(self) -> None:
-        """Ends it in an orderly way; by force if that takes too long."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(START_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        self.log.close()
-
-
-@contextlib.contextmanager
-def running_server(*flags: str, **process):
-    """A server for a `with` statement. Its socket's path must be short, so it does not live under pytest's directories."""
-    with tempfile.TemporaryDirectory(prefix="hw-") as directory:
-        server = Server(Path(directory), *flags, **process)
-        try:
-            yield server
-        finally:
-            server.stop()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -191,9 +68,22 @@ def backends():
         yield get
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request, backends):
-    return backends(request.param)
+def backend_of(*kinds):
+    """A fixture that is a backend of each of these kinds."""
+
+    @pytest.fixture(params=kinds)
+    def backend(request, backends):
+        return backends(request.param)
+
+    return backend
+
+
+# Place, number of shards, and transport.
+backend = backend_of("remote-3-grpc", "local-1")
+# For programs that connect by themselves.
+each_place = backend_of("remote-1", "local-1")
+# For what depends on how rows travel, but not on the number of shards.
+each_way = backend_of("remote-1-grpc", "local-1")
 
 
 @pytest.fixture
@@ -205,18 +95,6 @@ def one_shard(backends):
 @pytest.fixture
 def client(one_shard):
     return one_shard.client
-
-
-@pytest.fixture(params=("remote-1", "local-1"))
-def each_place(request, backends):
-    """For programs that connect by themselves."""
-    return backends(request.param)
-
-
-@pytest.fixture(params=("remote-1-grpc", "local-1"))
-def each_way(request, backends):
-    """For what depends on how rows travel, but not on the number of shards."""
-    return backends(request.param)
 
 
 @pytest.fixture
@@ -285,14 +163,22 @@ NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 
 
 @pytest.fixture
-def rows(rng):
-    """Hidden states and targets."""
-    return rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32), rng.integers(0, VOCAB_SIZE, NUM_TOKENS)
+def sizes(request):
+    """These sizes, or those that the test's file has under their names."""
+    return [getattr(request.module, name, globals()[name]) for name in ("NUM_TOKENS", "HIDDEN_SIZE", "VOCAB_SIZE")]
 
 
 @pytest.fixture
-def weight(rng):
-    return rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+def rows(rng, sizes):
+    """Hidden states and targets."""
+    num_tokens, hidden_size, vocab_size = sizes
+    return rng.standard_normal((num_tokens, hidden_size)).astype(np.float32), rng.integers(0, vocab_size, num_tokens)
+
+
+@pytest.fixture
+def weight(rng, sizes):
+    _, hidden_size, vocab_size = sizes
+    return rng.standard_normal((vocab_size, hidden_size)).astype(np.float32)
 
 
 # ---- of the tests in pytorch/ --------------------------------------------------------------------------------------------

@@ -28,12 +28,16 @@ def eventually(condition, told=lambda: None, timeout_s=60):
         time.sleep(0.005)
 
 
-def run_python(program, *arguments, timeout_s=120):
-    """The output of a Python program, text or a file, that ends without an error."""
-    command = [sys.executable, *(["-c", program] if isinstance(program, str) else [program]), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+def run(command, **options):
+    """The output of a program that ends without an error."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_python(program, *arguments):
+    """The output of a Python program, text or a file, that ends without an error."""
+    return run([sys.executable, *(["-c", program] if isinstance(program, str) else [program]), *arguments])
 
 
 class ClientProgram:

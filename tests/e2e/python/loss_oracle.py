@@ -13,14 +13,6 @@ FP32_GRADIENT_TOLERANCE = 1e-5
 FP32_TOKEN_TOLERANCE = 1e-6
 
 
-def round_to(values, data_type):
-    """Values as the storage type holds them, in the dtype that came in."""
-    values = np.asarray(values)
-    if data_type == "bfloat16":
-        return headwater.BFloat16.from_float32(values).to_float32().astype(values.dtype)
-    return values.astype(data_type).astype(values.dtype)
-
-
 def stored(values, data_type):
     """Values in the kind of array that the API takes for the storage type."""
     if data_type == "bfloat16":
@@ -182,3 +174,19 @@ def check_tensor(name, actual, expected, tolerance):
 def check_number(name, actual, expected, tolerance):
     """Relative; exact where the reference is 0."""
     assert abs(actual - expected) <= tolerance * abs(expected), f"{name}: {actual!r}, expected {expected!r}"
+
+
+def check_training(client):
+    """A step of a new head is that of the reference; what the server said of the head, which is gone then."""
+    rng = np.random.default_rng(0)
+    weight, hidden = (rng.standard_normal((rows, 8)).astype(np.float32) for rows in (50, 6))
+    targets = rng.integers(0, len(weight), len(hidden))
+    expected, rate = compute(OracleHead(weight), hidden, targets), 0.5
+    head = client.create_head("h", weight, dtype="float32", optimizer=headwater.SGD())
+    info = head.info()
+    out = head.cross_entropy(hidden, targets, micro_batch=0)
+    check_number("loss_sum", out.loss_sum, expected.loss_sum, 1e-5)
+    head.apply_optimizer_step(learning_rate=rate, expected_micro_batches=1)
+    np.testing.assert_allclose(head.weight(), weight - rate * expected.grad_weight, rtol=1e-4, atol=1e-5)
+    head.delete()
+    return info

@@ -118,7 +118,6 @@ def epoch_of(name):
 
 
 def name_of(epoch):
-    """The name of an epoch."""
     return epoch.rstrip(b".").decode()
 
 
@@ -256,15 +255,15 @@ class ScriptedServer:
         self.incarnation += 1
         self.open_sessions.clear()  # last: a client that makes no call finds out by this
 
-    def take_by_others(self, head="h", epoch="others", recovers=""):
-        """Another client takes a head; `recovers`: it goes on from this epoch, else it is another run."""
-        state = self.head(head)
-        state.epoch, state.state = epoch_of(epoch), "READY"
-        state.recovers = [epoch_of(name) for name in recovers.split("+") if name]
+    def take_by_others(self, recovers=""):
+        """Another client takes the head; `recovers`: it goes on from this epoch, else it is another run."""
+        head = self.head("h")
+        head.epoch, head.state = epoch_of("others"), "READY"
+        head.recovers = [epoch_of(name) for name in recovers.split("+") if name]
 
-    def skip_step(self, head="h"):
-        """Another client closes the open step of a head."""
-        self.head(head).open_step += 1
+    def skip_step(self):
+        """Another client closes the open step of the head."""
+        self.head("h").open_step += 1
 
     def change_weights(self, head):
         """A head has other weights than it had."""
@@ -275,7 +274,6 @@ class ScriptedServer:
         self.cut_at = int(size_bytes)
 
     def forget_sessions(self):
-        """All leases end."""
         self.open_sessions.clear()
 
     def grant(self, lease_s):
@@ -397,9 +395,7 @@ class ScriptedServer:
     def _lease(self):
         return self.lease or self.calls["OpenSession"][-1].lease
 
-    def _OpenSession(self, request, context):
-        if not 1 <= len(request.client_name.encode()) <= 128:
-            answer("INVALID_FIELD").abort(context)
+    def _OpenSession(self, *_):
         session = len(self.calls["OpenSession"]).to_bytes(32, "big")
         self.open_sessions.add(session)
         return session_service_pb2.OpenSessionResponse(session_id=session, lease=self._lease())

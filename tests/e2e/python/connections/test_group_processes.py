@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import START_TIMEOUT_S, running_server, server_binary
 from expectations import eventually
+from headwaterd import START_TIMEOUT_S, running_server, server_binary
+from loss_oracle import as_float64, error, stored
 
 import headwater
 
@@ -103,18 +104,13 @@ def running_group(ranks: int, *flags: str, worker_flags: tuple[str, ...] = ()):
 
 
 def values(rng, rows: int, data_type: str, scale: float = 1.0):
-    array = (rng.standard_normal((rows, HIDDEN_SIZE)) * scale).astype(np.float32)
-    return headwater.BFloat16.from_float32(array) if data_type == "bfloat16" else array
-
-
-def bits(array) -> np.ndarray:
-    return array.to_float32() if isinstance(array, headwater.BFloat16) else array
+    return stored((rng.standard_normal((rows, HIDDEN_SIZE)) * scale).astype(np.float32), data_type)
 
 
 def outputs_of(name, out) -> dict:
     """What has come back, by name."""
     fields = ("loss_sum", "token_loss", "lse", "entropy", "argmax", "grad_hidden")
-    return {f"{name} {field}": np.array(bits(value)) for field in fields if (value := getattr(out, field)) is not None}
+    return {f"{name} {field}": as_float64(value) for field in fields if (value := getattr(out, field)) is not None}
 
 
 class Training:
@@ -152,8 +148,8 @@ class Training:
         result = self.student.apply_optimizer_step(
             learning_rate=0.01, expected_micro_batches=micro_batch, max_grad_norm=1.0, step=step
         )
-        self.outputs[f"step {step} norm"] = np.array(result.global_grad_norm)
-        self.outputs[f"step {step} weight"] = np.array(bits(self.student.weight(dtype="float32")))
+        self.outputs[f"step {step} norm"] = as_float64(result.global_grad_norm)
+        self.outputs[f"step {step} weight"] = as_float64(self.student.weight(dtype="float32"))
 
 
 def train(address: str, data_type: str) -> dict:
@@ -169,7 +165,7 @@ def assert_same(actual: dict, expected: dict) -> None:
     assert actual.keys() == expected.keys()
     different = [name for name in expected if not np.array_equal(actual[name], expected[name])]
     for name in different:
-        distance = np.abs(actual[name].astype(np.float64) - expected[name])
+        distance = np.abs(actual[name] - expected[name])
         print(f"{name}: {np.count_nonzero(distance)} of {distance.size} differ, by up to {distance.max():.2e}")
     assert not different
     for value in expected.values():
@@ -217,7 +213,7 @@ def train_by_rows(server) -> tuple[dict, np.ndarray]:
                 outputs |= outputs_of(micro_batch, out)
         # Workers tell their times twice a second.
         eventually(lambda: all(now > then for now, then in zip(computing(), before, strict=True)), lambda: (before, computing()))
-        return outputs, np.array(student.gradient())
+        return outputs, as_float64(student.gradient())
 
 
 def test_heads_by_rows_are_computed_by_the_ranks_of_both_processes(ranks):
@@ -228,7 +224,7 @@ def test_heads_by_rows_are_computed_by_the_ranks_of_both_processes(ranks):
     with running_group(ranks, metrics) as group:
         actual, other = train_by_rows(group.leader)
     assert_same(actual, expected)
-    distance = np.linalg.norm((other - gradient).astype(np.float64)) / np.linalg.norm(gradient.astype(np.float64))
+    distance = error(other, gradient)
     print(f"gradients differ by {distance:.2e}")
     assert distance <= ROWS_GRADIENT
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import server_binary
 from expectations import eventually, refused
+from headwaterd import server_binary
 
 import headwater
 import headwater.local

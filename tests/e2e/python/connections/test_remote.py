@@ -8,8 +8,8 @@ import itertools
 import numpy as np
 import pytest
 from certificates import make_access
-from conftest import running_server
 from expectations import refused
+from headwaterd import running_server
 from scripted_server import CUT
 
 import headwater
@@ -72,11 +72,8 @@ def access(tmp_path_factory):
     return folder, make_access(folder, "secret-trainer", tenant="team", admin=["*"])
 
 
-def test_a_client_trains_with_tls_and_a_token(access, rng):
+def test_a_client_trains_with_tls_and_a_token(access, weight, rows):
     files, flags = access
-    hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
-    targets = rng.integers(0, VOCAB_SIZE, NUM_TOKENS).astype(np.int32)
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
     tls = headwater.TLS(
         ca_certificate=f"{files}/ca.crt", client_certificate=f"{files}/client.crt", client_key=f"{files}/client.key"
     )
@@ -84,8 +81,8 @@ def test_a_client_trains_with_tls_and_a_token(access, rng):
         with headwater.connect(server.address, tls=tls, token="secret-trainer", tenant="team") as client:
             assert client.health() == "SERVING"
             head = client.create_head("trained", weight, optimizer=headwater.SGD())
-            assert np.isfinite(head.cross_entropy(hidden, targets, micro_batch=0).loss_sum)
-            head.cross_entropy(hidden, targets, micro_batch=1, commit="explicit").commit()  # which opens a session
+            assert np.isfinite(head.cross_entropy(*rows, micro_batch=0).loss_sum)
+            head.cross_entropy(*rows, micro_batch=1, commit="explicit").commit()  # which opens a session
             head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=2)
         assert "secret-" not in server.log_text()
 

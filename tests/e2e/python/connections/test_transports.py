@@ -24,19 +24,8 @@ def client(request, sharing):
 
 
 @pytest.fixture
-def weight(rng):
-    return rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
-
-
-@pytest.fixture
 def head(client, make_head, weight):
     return make_head(client, weight, optimizer=headwater.SGD(), staging_slots=2)
-
-
-@pytest.fixture
-def rows(rng):
-    hidden = rng.standard_normal((NUM_TOKENS, HIDDEN_SIZE)).astype(np.float32)
-    return hidden, rng.integers(0, VOCAB_SIZE, NUM_TOKENS).astype(np.int32)
 
 
 # ---- which path ---------------------------------------------------------------------------------------------------------

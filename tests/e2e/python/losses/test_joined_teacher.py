@@ -14,8 +14,7 @@ NUM_TOKENS, HIDDEN_SIZE, TEACHER_SIZE, VOCAB_SIZE = 24, 16, 12, 40
 
 
 @pytest.fixture
-def student(each_way, make_head, rng):
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
+def student(each_way, make_head, weight):
     return make_head(each_way.client, weight, optimizer=headwater.SGD(), staging_slots=2)
 
 

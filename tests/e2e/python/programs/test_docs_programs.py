@@ -8,17 +8,15 @@ import itertools
 import os
 import re
 import shutil
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 from certificates import make_access
-from conftest import running_server
 from docs_blocks import PRINTED_ADDRESS, ROOT, blocks_of, check_output, pages
 from docs_contexts import CONTEXTS
-from expectations import run_python
+from expectations import run, run_python
+from headwaterd import running_server
 
 BLOCKS = [block for page in pages(None) for block in blocks_of(page)]
 PROGRAMS = [block for block in BLOCKS if block[3] or "int main" in block[2]]
@@ -29,17 +27,6 @@ def name_of(block) -> str:
     """Page, language and first line."""
     page, language, text, _ = block
     return f"{page.relative_to(ROOT)}-{language}-{text.splitlines()[0][:40]}"
-
-
-def run(command: list[str], folder: Path) -> str:
-    """What it prints."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def python(program: str) -> list[str]:
-    return [sys.executable, "-W", "error::UserWarning", "-c", program]
 
 
 def test_guides_have_programs():
@@ -68,11 +55,12 @@ def test_programs_print_what_the_page_shows(block, tmp_path):
     assert output and PRINTED_ADDRESS in program
     with running_server() as server:
         if language == "python":
-            printed = run(python(program.replace(PRINTED_ADDRESS, repr(server.address))), tmp_path)
+            text = program.replace(PRINTED_ADDRESS, repr(server.address))
+            printed = run([sys.executable, "-W", "error::UserWarning", "-c", text], cwd=tmp_path)
         else:
             files = [file for file in (ROOT / "client/examples/cpp").glob("*.cc") if file.read_text() == program]
             assert len(files) == 1, "a whole program in C++ is a file of client/examples/cpp"
-            printed = run([f"{os.environ['HEADWATER_BUILD_DIR']}/bin/example_{files[0].stem}", server.address], tmp_path)
+            printed = run([f"{os.environ['HEADWATER_BUILD_DIR']}/bin/example_{files[0].stem}", server.address], cwd=tmp_path)
     check_output(printed, output)
 
 
@@ -126,7 +114,7 @@ def test_fragments_in_cpp_compile(block, tmp_path):
         f'#include <string>\n#include "headwater/client/client.h"\nvoid Run() {{\n{CONTEXTS[beginning_of(text)]}{text}}}\n'
     )
     headers = [f"-I{ROOT}/client/{part}/include" for part in ("core", "cpp")]
-    run([compiler, "-std=c++20", "-fsyntax-only", *headers, str(source)], tmp_path)
+    run([compiler, "-std=c++20", "-fsyntax-only", *headers, str(source)])
 
 
 def test_a_teacher_in_its_own_process_lowers_the_divergence(each_place):

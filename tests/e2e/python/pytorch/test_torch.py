@@ -14,8 +14,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from conftest import running_server
 from expectations import refused
+from headwaterd import running_server
 from torch.utils.checkpoint import checkpoint
 from torch_model import HIDDEN_SIZE, VOCAB_SIZE, numbers, relative, with_ignored
 

@@ -7,8 +7,8 @@ import types
 
 import numpy as np
 import pytest
-from conftest import running_server
 from expectations import run_python
+from headwaterd import running_server
 
 import headwater
 from headwater._futures import Executors

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import running_server
 from expectations import refused
+from headwaterd import running_server
 from torch_model import HIDDEN_SIZE, VOCAB_SIZE, Problem, check_gradients, numbers, relative, with_ignored
 
 import headwater

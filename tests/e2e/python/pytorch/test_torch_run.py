@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import running_server
 from expectations import eventually, refused, run_python
+from headwaterd import running_server
 from torch_language_model import LanguageModel, Trainer, micro_batch, optimizer_of, train_in_process
 from torch_model import Ranks, relative
 

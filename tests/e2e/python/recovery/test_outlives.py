@@ -11,15 +11,13 @@ import signal
 import socket
 import time
 
-import numpy as np
 import pytest
-from conftest import START_TIMEOUT_S, running_server
 from expectations import refused
-from loss_oracle import OracleHead, compute
+from headwaterd import START_TIMEOUT_S, running_server
+from loss_oracle import check_training
 
 import headwater
 
-VOCAB_SIZE, HIDDEN_SIZE, ROWS = 50, 8, 6
 PIPE_BYTES = 8192
 LINES = 200  # more than fit there
 
@@ -31,7 +29,6 @@ def running(*flags, **output):
 
 
 def make_log(server):
-    """Has it log LINES lines."""
     with headwater.connect(server.address) as client:
         for _ in range(LINES):
             with refused("HEAD_NOT_FOUND"):
@@ -39,19 +36,8 @@ def make_log(server):
 
 
 def train(server):
-    """Computes a step, and compares it with the reference."""
-    rng = np.random.default_rng(0)
-    weight = rng.standard_normal((VOCAB_SIZE, HIDDEN_SIZE)).astype(np.float32)
-    hidden = rng.standard_normal((ROWS, HIDDEN_SIZE)).astype(np.float32)
-    targets = rng.integers(0, VOCAB_SIZE, ROWS)
-    expected, rate = compute(OracleHead(weight), hidden, targets), 0.5
     with headwater.connect(server.address) as client:
-        head = client.create_head("h", weight, dtype="float32", optimizer=headwater.SGD())
-        out = head.cross_entropy(hidden, targets, micro_batch=0)
-        assert out.loss_sum == pytest.approx(expected.loss_sum, rel=1e-5)
-        head.apply_optimizer_step(learning_rate=rate, expected_micro_batches=1)
-        np.testing.assert_allclose(head.weight(), weight - rate * expected.grad_weight, rtol=1e-4, atol=1e-5)
-        head.delete()
+        check_training(client)
 
 
 def drain(server):

@@ -4,15 +4,15 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
-import recovery_trainer as program
-from conftest import START_TIMEOUT_S, running_server
 from expectations import eventually, refused, run_python
 from headwater.v1 import head_service_pb2, head_service_pb2_grpc
+from headwaterd import START_TIMEOUT_S, running_server
 
 import headwater
 import headwater.local
@@ -20,14 +20,73 @@ from headwater import _recovery
 from headwater._recovery import Meeting
 
 STEPS = 7
+PATIENCE_S = 600.0
 PATIENT = headwater.RetryPolicy(max_attempts=200, initial_backoff=0.05, max_backoff=0.25)
+VOCAB_SIZE, HIDDEN_SIZE, FEATURES, TOKENS, MICRO_BATCHES = 40, 16, 8, 12, 2
+CHECKPOINT_EVERY = 2
+
+
+def initial(seed, rows):
+    """Numbers that every process makes alike."""
+    return (np.random.default_rng(seed).standard_normal((rows, HIDDEN_SIZE)) * 0.3).astype(np.float32)
+
+
+def batch(step, micro_batch, columns=HIDDEN_SIZE):
+    """Rows and targets of a micro-batch, the same whenever it is done."""
+    rng = np.random.default_rng([step, micro_batch])
+    return rng.standard_normal((TOKENS, columns)).astype(np.float32), rng.integers(0, VOCAB_SIZE, TOKENS)
+
+
+class Trainer:
+    """A linear body with momentum in numpy, under a head with the server's AdamW. `interrupt(step, place)` is called in between."""
+
+    def __init__(self, client, directory):
+        self.head = client.create_head(
+            "student", initial(1, VOCAB_SIZE), optimizer=headwater.AdamW(), staging_slots=1, if_exists="attach"
+        )
+        self.body, self.momentum = initial(2, FEATURES), np.zeros((FEATURES, HIDDEN_SIZE), np.float32)
+        self.state = headwater.StateFiles(directory, save=self._save, load=self._load)
+        self.steps = []  # as they were done
+        self.interrupt = lambda step, place: None
+
+    def _save(self, path):
+        with path.open("wb") as file:
+            np.savez(file, body=self.body, momentum=self.momentum)
+
+    def _load(self, path):
+        with np.load(path) as arrays:
+            self.body, self.momentum = arrays["body"], arrays["momentum"]
+
+    def train_step(self, step):
+        self.steps.append(step)
+        self.interrupt(step, "begun")
+        gradient = np.zeros_like(self.body)
+        for micro_batch in range(MICRO_BATCHES):
+            features, targets = batch(step, micro_batch, FEATURES)
+            out = self.head.cross_entropy(features @ self.body, targets, micro_batch=micro_batch, loss_scale=1 / TOKENS)
+            gradient += features.T @ out.grad_hidden
+            self.interrupt(step, "micro-batch")
+        sealed = self.head.seal(expected_micro_batches=MICRO_BATCHES)
+        self.interrupt(step, "sealed")
+        result = self.head.apply_optimizer_step(
+            learning_rate=0.01, max_grad_norm=0.5, other_grad_norm_squared=float(np.sum(gradient.astype(np.float64) ** 2))
+        )
+        assert sealed.totals.micro_batch_count == MICRO_BATCHES
+        self.momentum = 0.9 * self.momentum + np.float32(result.clip_factor) * gradient
+        self.body = self.body - 0.05 * self.momentum
+        self.interrupt(step, "closed")
+
+    def run(self, steps):
+        """Trains until this step is open; the weights of head and body."""
+        headwater.train(self.head, self.train_step, steps, state=self.state, checkpoint_every=CHECKPOINT_EVERY, patience_s=60)
+        return self.head.weight(), self.body, self.momentum
 
 
 @pytest.fixture(scope="module")
 def undisturbed():
     """Weights of head and body after all steps, and the body's momentum."""
     with running_server() as server, headwater.connect(server.address) as client:
-        return program.Trainer(client, server.directory / "state").run(STEPS)
+        return Trainer(client, server.directory / "state").run(STEPS)
 
 
 def assert_same(actual, expected):
@@ -38,7 +97,7 @@ def assert_same(actual, expected):
 def test_a_server_that_is_killed_now_and_then(undisturbed):
     """The trainer goes back to its checkpoint and the head's of the same name. test_replay.py has a client with a log."""
     with running_server() as server, headwater.connect(server.address, retries=PATIENT) as client:
-        trainer = program.Trainer(client, server.directory / "state")
+        trainer = Trainer(client, server.directory / "state")
         places = [(0, "begun"), (2, "micro-batch"), (4, "closed"), (5, "sealed")]
 
         def interrupt(*place):
@@ -56,7 +115,7 @@ def test_a_server_that_is_away_for_a_while(undisturbed):
     """Longer than the client tries by itself."""
     with running_server() as server:
         with headwater.connect(server.address, retries=None, timeout_s=20) as client:
-            trainer = program.Trainer(client, server.directory / "state")
+            trainer = Trainer(client, server.directory / "state")
             killed = []
 
             def interrupt(step, where):
@@ -73,7 +132,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(undisturbed):
     """At the server's start, where log and metric say so, and when a trainer asks for it."""
     with running_server("--metrics_address=127.0.0.1:0", "--keep_checkpoints=2") as server:
         with headwater.connect(server.address) as client:
-            trainer = program.Trainer(client, server.directory / "state")
+            trainer = Trainer(client, server.directory / "state")
             trainer.head.save("best")  # no part of the series
             trainer.run(5)
         saved = server.checkpoints / "default" / "student"
@@ -93,14 +152,14 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(undisturbed):
             with refused("STEP_LOST", headwater.StepLostError) as info:
                 head.gradient()
             assert info.value.checkpoints == {"step-4": 4, "step-2": 2, "best": 0}
-            trainer = program.Trainer(client, server.directory / "state")
+            trainer = Trainer(client, server.directory / "state")
             assert_same(trainer.run(STEPS), undisturbed)
             assert trainer.steps[0] == 2
 
 
 def test_a_trainer_and_a_server_that_have_no_step_in_common_are_told(undisturbed):
     with running_server() as server, headwater.connect(server.address) as client:
-        trainer = program.Trainer(client, server.directory / "state")
+        trainer = Trainer(client, server.directory / "state")
         trainer.run(3)
         for path in (server.directory / "state").iterdir():
             path.unlink()
@@ -121,14 +180,14 @@ def test_a_trainer_and_a_server_that_have_no_step_in_common_are_told(undisturbed
 @pytest.mark.parametrize("replay", (False, True), ids=("told", "replayed"))
 def test_a_server_that_is_told_to_end_saves_what_has_changed(replay):
     """SIGTERM: the next server opens the step that was open, and a client with a log of that step goes on."""
-    rows, targets = program.rows(0, 0)
+    rows, targets = batch(0, 0)
     with (
         running_server("--drain_checkpoint", "--drain_timeout=60s") as server,
         headwater.connect(server.address, retries=PATIENT, replay=replay, replay_steps=0) as client,
     ):
-        head = client.create_head("student", program.initial(1, program.VOCAB_SIZE), optimizer=headwater.AdamW())
+        head = client.create_head("student", initial(1, VOCAB_SIZE), optimizer=headwater.AdamW())
         head.save("step-0")
-        teacher = client.create_head("teacher", program.initial(2, program.VOCAB_SIZE), trainable=False)  # never saved
+        teacher = client.create_head("teacher", initial(2, VOCAB_SIZE), trainable=False)  # never saved
         head.cross_entropy(rows, targets, micro_batch=0)
         head.apply_optimizer_step(learning_rate=0.1, expected_micro_batches=1)
         weight = head.weight()
@@ -156,7 +215,7 @@ def test_a_call_that_does_not_end_does_not_keep_heads_from_being_saved():
     """Half of the time is for saving; the call is cancelled at the end of the other half, which the exit status says."""
     flags = ("--drain_checkpoint", "--drain_timeout=4s", "--metrics_address=127.0.0.1:0")
     with running_server(*flags) as server, headwater.connect(server.address, retries=PATIENT) as client:
-        head = client.create_head("student", program.initial(1, program.VOCAB_SIZE), optimizer=headwater.SGD())
+        head = client.create_head("student", initial(1, VOCAB_SIZE), optimizer=headwater.SGD())
         head.discard_gradient()
         header = head_service_pb2.AddGradientHeader(micro_batch=0, row_count=1, factor=1)
         header.head.head, header.head.head_epoch, header.head.step = head.name, head.epoch, 1
@@ -181,7 +240,7 @@ def test_a_call_that_does_not_end_does_not_keep_heads_from_being_saved():
 
 def test_the_loop_needs_no_server(undisturbed, tmp_path):
     with headwater.local.connect(checkpoint_dir=tmp_path / "heads") as client:
-        first = program.Trainer(client, tmp_path / "state")
+        first = Trainer(client, tmp_path / "state")
 
         def interrupt(step, where):
             if (step, where) == (4, "sealed"):
@@ -190,7 +249,7 @@ def test_the_loop_needs_no_server(undisturbed, tmp_path):
         first.interrupt = interrupt
         with pytest.raises(KeyboardInterrupt):
             first.run(STEPS)
-        second = program.Trainer(client, tmp_path / "state")
+        second = Trainer(client, tmp_path / "state")
         for value, other in zip(second.run(STEPS), undisturbed, strict=True):
             np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
         assert second.steps[0] == 4
@@ -200,11 +259,11 @@ def test_the_example_may_be_killed(tmp_path):
     example = Path(__file__).resolve().parents[4] / "client" / "examples" / "python" / "recover.py"
     weights = []
     with running_server() as server:
-        for name, ends in (("undisturbed", ()), ("disturbed", (7,))):
+        for name in ("undisturbed", "disturbed"):
             command = [example, tmp_path / name, server.address, "15"]
-            for end in ends:
+            if name == "disturbed":
                 with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as process:
-                    next(line for line in process.stdout if line.startswith(f"step {end}:"))
+                    next(line for line in process.stdout if line.startswith("step 7:"))
                     process.kill()
             weights.append(re.search(r"weights (\w+)", run_python(*command))[1])
             with headwater.connect(server.address) as client:
@@ -261,42 +320,34 @@ def test_what_a_killed_process_has_left_unfinished_goes(tmp_path):
     assert not (tmp_path / ".1.step-7.rank-1.pt").exists()
 
 
-class Clock:
-    """Time that passes where it is said to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 class Steps:
-    """A course of steps for `follow`: `fail(step)` returns the error in which the step ends, or None."""
+    """Five steps for `follow`, of `seconds` each: `fail(step)` returns the error in which the step ends, or None.
+
+    Time passes in sleeps alone.
+    """
 
     def __init__(self, monkeypatch, fail, *, seconds=0.0):
-        self.clock = Clock()
-        monkeypatch.setattr(_recovery, "time", self.clock)
-        self.open, self.checkpoint, self.resumed = 0, 0, 0
+        self.now, self.open, self.resumed = 0.0, 0, 0
         self._fail, self._seconds = fail, seconds
+        monkeypatch.setattr(_recovery, "time", types.SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
 
-    def run(self, steps, patience_s):
-        def advance(step):
-            self.clock.sleep(self._seconds)
-            error = self._fail(step)
-            if error is not None:
-                raise error
-            self.open = step + 1
+    def _sleep(self, seconds):
+        self.now += seconds
 
-        def resume():
-            self.resumed += 1
-            self.open = self.checkpoint
-            return self.open
+    def _advance(self, step):
+        self._sleep(self._seconds)
+        error = self._fail(step)
+        if error is not None:
+            raise error
+        self.open = step + 1
 
-        _recovery.follow(resume, advance, lambda: self.open, steps, patience_s)
+    def _resume(self):
+        self.resumed += 1
+        self.open = 0
+        return self.open
+
+    def run(self):
+        _recovery.follow(self._resume, self._advance, lambda: self.open, 5, PATIENCE_S)
 
 
 def once(error, *at):
@@ -320,15 +371,15 @@ RESTARTING = headwater.InternalError("the GPU is lost", reason="ENGINE_FAILED", 
 def test_patience_is_for_each_time_that_the_server_is_away(monkeypatch, error):
     """Steps that take longer than that, and those that are done again, are no part of it."""
     steps = Steps(monkeypatch, once(error, 3, 2, 3), seconds=700.0)
-    steps.run(5, 600.0)
+    steps.run()
     assert (steps.open, steps.resumed) == (5, 4)
 
 
 def test_patience_ends(monkeypatch):
     steps = Steps(monkeypatch, lambda step: AWAY)
     with pytest.raises(headwater.UnavailableError):
-        steps.run(5, 600.0)
-    assert 600 < steps.clock.now < 620
+        steps.run()
+    assert PATIENCE_S < steps.now < PATIENCE_S + 20
 
 
 # The first three get no further than step 3, the others are errors that no restart mends.
@@ -346,7 +397,7 @@ def test_patience_ends(monkeypatch):
 def test_a_run_ends_in_an_error_that_comes_again_or_that_is_final(monkeypatch, error, at, resumed):
     steps = Steps(monkeypatch, lambda step: error if step == at else None)
     with pytest.raises(type(error)):
-        steps.run(5, 600.0)
+        steps.run()
     assert steps.resumed == resumed
 
 

@@ -6,8 +6,8 @@ The cases of tests/e2e/protocol say what is repeated when; these train on a real
 import numpy as np
 import pytest
 import torch
-from conftest import running_server
 from expectations import refused
+from headwaterd import running_server
 
 import headwater
 import headwater.local
