@@ -1,4 +1,7 @@
-"""Runs the script of a case: operations on a client in another process, and actions and checks on the scripted server in this one.
+"""What a client does about failures, restarts and lost sessions: cases, and how the script of one is run.
+
+It has operations on a client in another process, and actions and checks on the scripted server in this one. The open step is 5 at
+first. Epochs have names: `first`, `restored-1` after the first restart, `taken-1` after the first TakeHead.
 
 A script has a line, or a part of one that `;` ends, for each of
     OPERATION ... [-> OUTCOME]   what the client does (protocol_driver.cc) and what comes of it: nothing or `attempt=1` and the
@@ -14,12 +17,14 @@ import re
 import select
 import shlex
 import subprocess
+import textwrap
 import time
 
 from expectations import eventually
 from google.protobuf.json_format import MessageToDict
 from scripted_server import LIMIT_S, ScriptedServer, answer, message_of, name_of
 
+CASES: dict[str, str] = {}  # scripts by name; retry_cases.py and recovery_cases.py fill it
 # What takes longer hangs.
 OPERATION_LIMIT_S = 30
 
@@ -33,6 +38,23 @@ VALUES = {
     # By number, as they were opened; `-`: none.
     "sessions": lambda it, method: [int.from_bytes(message_of(c).session_id, "big") or "-" for c in it._server.calls[method]],
 }
+
+
+def cases(text, first="connect"):
+    """Adds the cases of a text: names, with scripts indented below them. A script begins with `first` unless it connects itself."""
+    for line in filter(str.strip, textwrap.dedent(text).splitlines()):
+        if not line.startswith(" "):
+            name = line
+            assert name not in CASES
+            CASES[name] = ""
+        else:
+            connects = CASES[name] or line.lstrip().startswith("connect")
+            CASES[name] += f"{line}\n" if connects else f"{first}\n{line}\n"
+
+
+def replayed(text):
+    """Adds cases of clients with a replay log."""
+    cases(text, first="connect replay_bytes=1000000")
 
 
 class Driver:

@@ -1,6 +1,6 @@
 """What a client with a replay log does when the server was started again, and what it does not."""
 
-from case_table import replayed
+from exchange import replayed
 
 OTHER_RUN = '"another run has taken the head since the server was started again"'
 

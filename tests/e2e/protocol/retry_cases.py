@@ -1,6 +1,6 @@
 """What a client makes again: when, under which attempt, in which session."""
 
-from case_table import cases
+from exchange import cases
 
 # ---- what is retried ----------------------------------------------------------------------------------------------------
 

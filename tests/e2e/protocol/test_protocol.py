@@ -9,8 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))  # scrip
 
 import recovery_cases  # noqa: F401 fills the table
 import retry_cases  # noqa: F401
-from case_table import CASES
-from exchange import Driver, Exchange
+from exchange import CASES, Driver, Exchange
 
 
 @pytest.fixture(scope="module")
