@@ -29,7 +29,6 @@ class Card:
     throttle_reasons: int  # NVML's bits, all that were seen
 
     def add_to(self, table, case):
-        """Adds its figures."""
         for name, unit in (("sm_mhz", "MHz"), ("watts", "W"), ("celsius", "degrees"), ("throttle_reasons", "NVML bits")):
             table.add(f"{case}_{name}", getattr(self, name), unit)
 

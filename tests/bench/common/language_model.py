@@ -177,8 +177,6 @@ def tokenize(text: str, vocab: int, known_from: str | None = None) -> torch.Tens
 
 def sequences_of(tokens: torch.Tensor, context: int) -> torch.Tensor:
     """Sequences of a text, (count, context + 1): the last token of each is the first of the next."""
-    if len(tokens) <= context:
-        raise ValueError(f"the text has {len(tokens)} tokens, no more than a context of {context}")
     return tokens.unfold(0, context + 1, context)
 
 

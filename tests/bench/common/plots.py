@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import pathlib
 
+import figures
+
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 STYLE = {
     "axes.spines.top": False,
@@ -17,13 +19,23 @@ GRID = {"color": "#e5e5e5", "linewidth": 0.8}
 TEXT_COLOUR = "#333333"
 
 
-def parse_arguments(doc, name):
-    """--figures, --plot and --page, by default NAME.csv, NAME.svg and NAME.md of docs/benchmarks."""
+def main(doc, name, prefix, write, draw):
+    """write(rows, options) puts a benchmark's figures into --page, and draw(rows, options) draws them into --plot.
+
+    The files are NAME.md, NAME.svg and, for --figures, NAME.csv of docs/benchmarks. Cases of the figures that are needed begin with
+    the prefix.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", type=pathlib.Path, default=ROOT / f"docs/benchmarks/{name}.csv")
     parser.add_argument("--plot", default=str(ROOT / f"docs/benchmarks/{name}.svg"))
     parser.add_argument("--page", type=pathlib.Path, default=ROOT / f"docs/benchmarks/{name}.md")
-    return parser.parse_args()
+    options = parser.parse_args()
+    rows = figures.read(options.figures)
+    if not any(row["case"].startswith(prefix) for row in rows):
+        raise SystemExit(f"{options.figures} has no figures of a GPU")
+    write(rows, options)
+    if options.plot:
+        draw(rows, options)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import select
 import signal
 import subprocess
@@ -50,6 +51,12 @@ def machine_name():
         "f'PyTorch {torch.__version__}', *([f'CUDA {torch.version.cuda}'] if count else []), sep='; ')"
     )
     return subprocess.run((sys.executable, "-c", script), check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def memory_of(process, field="VmRSS"):
+    """The kernel's VmRSS (resident now) or VmHWM (most so far) of a process, in bytes."""
+    status = pathlib.Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    return 1024 * int(re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)[1])
 
 
 def start_trainer(script, environment):
@@ -107,7 +114,6 @@ class Worker:
         return line.strip()
 
     def send(self, *words):
-        """Sends a line of words."""
         self._process.stdin.write(" ".join(map(str, words)) + "\n")
         self._process.stdin.flush()
 
@@ -147,7 +153,6 @@ class Record:
         figures.merge(self.table, self._figures_of(self.found))
 
     def failed(self):
-        """The names of those that failed."""
         return [name for name, entry in self.found.items() if "failed" in entry["result"]]
 
 

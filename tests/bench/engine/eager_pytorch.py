@@ -23,15 +23,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import runs
 
 
-def resident_bytes(field):
-    """The kernel's `VmRSS` (resident now) or `VmHWM` (most so far) of this process, in bytes."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        for line in status:
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status")
-
-
 def forward_and_backward(hidden, weight, targets, accumulator=None, exact=False):
     """The loss and both gradients; the weight's added to `accumulator` if there is one."""
     hidden.grad = None
@@ -54,12 +45,12 @@ def peak_bytes(options):
     """The peak of two computations."""
     # Small, so that what libraries allocate once is not counted.
     forward_and_backward(torch.randn(8, 16, requires_grad=True), torch.randn(32, 16, requires_grad=True), torch.randint(32, (8,)))
-    before = resident_bytes("VmRSS")
+    before = runs.memory_of("self")
     hidden, weight, targets = make_inputs(options)
     tensors = 2 * (hidden.numel() + weight.numel()) * 4
     for _ in range(2):
         forward_and_backward(hidden.requires_grad_(), weight.requires_grad_(), targets)
-    return resident_bytes("VmHWM") - before - tensors
+    return runs.memory_of("self", "VmHWM") - before - tensors
 
 
 def main():

@@ -135,7 +135,6 @@ def errors_table(rows):
 
 
 def cpu_table(rows):
-    """The CPU engine's ratios."""
     values = {row["case"]: row for row in rows}
     lines = [(words, cell(values[case]), values[case]["required"]) for case, words in CPU.items()]
     return markdown(("figure", "ratio", "at most"), lines)
@@ -157,14 +156,14 @@ def write_tables(rows, page):
         figures.write_block(page, mark, [figures.origin(own), "", *lines[:-1]])
 
 
-def draw(rows, plot):
+def draw(rows, options):
     """Bars of time over the floor: the engine's, with what is required, and those of others that add into fp32."""
-    values = {row["case"]: row for row in rows}
+    values = {row["case"]: row for row in rows if row["case"].startswith(figures.GPU_PREFIX)}
     names = cases_of(values)
     series = {"headwater": figures.GPU_PREFIX + "{}_ratio", **{way: f"{PEERS_PREFIX}{{}}_{way}_fp32_ratio" for way in DRAWN}}
     height = 0.8 / len(series)
     label = "time over the bare matrix products (one small micro-batch: over the bytes that must move); black: required"
-    with plots.bars(plot, names, (11, 0.6 * len(names) + 2), label) as axes:
+    with plots.bars(options.plot, names, (11, 0.6 * len(names) + 2), label) as axes:
         for number, (way, form) in enumerate(series.items()):
             drawn = [
                 (index, float(values[form.format(name)]["value"]))
@@ -182,18 +181,10 @@ def draw(rows, plot):
         axes.legend(loc="lower right")
 
 
-def main():
-    options = plots.parse_arguments(__doc__, "engine")
-    rows = figures.read(options.figures)
-    if not any(row["case"].startswith(figures.GPU_PREFIX) for row in rows):
-        raise SystemExit(f"{options.figures} has no figures of a GPU")
+def write(rows, options):
     write_tables(rows, options.page)
-    for row in rows:
-        if figures.is_missed(row):
-            print(f"missed: {row['case']} is {row['value']}, required at most {row['required']}")
-    if options.plot:
-        draw([row for row in rows if row["case"].startswith(figures.GPU_PREFIX)], options.plot)
+    figures.verdict(rows)
 
 
 if __name__ == "__main__":
-    main()
+    plots.main(__doc__, "engine", figures.GPU_PREFIX, write, draw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "common"))
@@ -60,8 +61,12 @@ def columns_of(points: list[Point], by: str, parts: tuple[str, ...]) -> dict[str
     return {f"{size // 1024}k" if by == "context" and size >= 1024 else str(size): own for size, own in sorted(found.items())}
 
 
-def line_plot(study, points: list[Point], path, unit: str, divisor: float, *panels) -> None:
-    """Panels (title, BATCHES or CONTEXTS, measure) beside each other."""
+def lines(unit: str, divisor: float, *panels) -> Callable:
+    """The function of a plot: panels (title, BATCHES or CONTEXTS, measure) beside each other."""
+    return lambda study, points, path: draw_panels(study, points, path, unit, divisor, panels)
+
+
+def draw_panels(study, points: list[Point], path, unit: str, divisor: float, panels) -> None:
     with plots.panels(path, (10.5, 4.2), 1, len(panels), {"axes.titlepad": 24}, sharey=True) as (figure, every):
         legend = {}
         for axes, (title, (label, *sizes), measure) in zip(every, panels, strict=True):
@@ -78,19 +83,16 @@ def line_plot(study, points: list[Point], path, unit: str, divisor: float, *pane
 
 def memory(sizes):
     """The trainer's memory, and that of the card with the server's, by one of the sizes."""
-    panels = (
-        ("Trainer's peak", sizes, "trainer_peak_mib"),
-        ("The whole card: trainer, server and contexts", sizes, "card0_peak_mib"),
-    )
-    return lambda study, points, path: line_plot(study, points, path, "GiB", MIB_IN_GIB, *panels)
+    trainer = ("Trainer's peak", sizes, "trainer_peak_mib")
+    return lines("GiB", MIB_IN_GIB, trainer, ("The whole card: trainer, server and contexts", sizes, "card0_peak_mib"))
 
 
-def throughput(study, points: list[Point], path) -> None:
-    panels = (
-        ("By micro-batch", BATCHES, "tokens_per_second"),
-        ("By context, with activation checkpointing", CONTEXTS, "tokens_per_second"),
-    )
-    line_plot(study, points, path, "thousand tokens a second", 1000, *panels)
+throughput = lines(
+    "thousand tokens a second",
+    1000,
+    ("By micro-batch", BATCHES, "tokens_per_second"),
+    ("By context, with activation checkpointing", CONTEXTS, "tokens_per_second"),
+)
 
 
 def lay_out(figure, every, names: list[str], **margins) -> None:

@@ -94,7 +94,6 @@ def in_order(points: list[Point]) -> list[Point]:
 
 
 def all_points() -> list[Point]:
-    """The matrix."""
     points = [Point("loss", way, batch=8, vocab=vocab, body=False) for vocab in (50304, 128256) for way in BASIC]
     points += [Point("long", way, context=context, checkpointing=True) for context in (65536, 131072) for way in COMPARED]
     points += [Point("cap24", way, context=16384, checkpointing=True, cap_gib=24) for way in ("eager", "trl", "liger", "headwater")]

@@ -112,7 +112,6 @@ class Study:
         return None if row is None else float(row["value"])
 
     def ran_out(self, point: Point) -> bool:
-        """Whether the point ran out of memory."""
         return self.value(f"{point.name}_out_of_memory") == 1
 
     def figure(self, point: Point, measure: str):
@@ -172,7 +171,6 @@ class Pages:
         return said
 
     def plot(self, name):
-        """A plot, where there is one."""
         return [f"![{drawings.PLOTS[name][1]}]({name}.svg)", ""] if name in self.drawn else []
 
     def point_cell(self, point, measure, form):
@@ -309,7 +307,6 @@ class Pages:
         return [*lines, *figures.markdown(["after cycles of accumulation and AdamW", "relative difference"], body)]
 
     def results(self):
-        """The results page."""
         lines = [
             "# Results", "",
             "This page is written by `tests/bench/study/report.py` from [study.csv](../benchmarks/study.csv). "

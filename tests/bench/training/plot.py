@@ -6,7 +6,6 @@
 The curves are those of training.json beside the figures.
 """
 
-import json
 import pathlib
 import statistics
 import sys
@@ -14,6 +13,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import figures
 import plots
+import runs
 
 MARK = "<!-- figures -->"
 # The study's colours and style; a coarser resolution is paler.
@@ -40,9 +40,9 @@ COLUMNS = {
 }
 
 
-def families_of(results):
+def families_of(options):
     """{(model, optimizer): {way: {seed: result}}}, in the order of the models, optimizers and ways."""
-    found = {}
+    found, results = {}, runs.read_results(options.figures.with_suffix(".json"))
     for name, entry in results.items():
         model, optimizer, way, seed = name.split("/")
         if model in NAMES and "failed" not in entry["result"]:
@@ -80,10 +80,11 @@ def curve_of(results, base=None):
     return steps[SMOOTHED - 1 :], smoothed[SMOOTHED - 1 :]
 
 
-def draw(families, rows, plot):
+def draw(rows, options):
     """A row for each model and optimizer: losses, differences to exact, changes of rare rows."""
+    families = families_of(options)
     values = {row["case"]: float(row["value"]) for row in rows}
-    with plots.panels(plot, (12, 3.2 * len(families)), len(families), 3, squeeze=False) as (figure, every):
+    with plots.panels(options.plot, (12, 3.2 * len(families)), len(families), 3, squeeze=False) as (figure, every):
         for (curves, differences, changes), (family, ways) in zip(every, families.items(), strict=True):
             shown = [way for way in WAYS if way in ways]
             for way in shown:
@@ -112,17 +113,9 @@ def draw(families, rows, plot):
         figure.tight_layout()
 
 
-def main():
-    options = plots.parse_arguments(__doc__, "training")
-    rows = figures.read(options.figures)
-    results = json.loads(options.figures.with_suffix(".json").read_text(encoding="utf-8"))["results"]
-    families = families_of(results)
-    if not families:
-        raise SystemExit(f"{options.figures} has no figures of a GPU")
-    figures.write_block(options.page, MARK, [figures.origin(rows), *table_of(families, rows)])
-    if options.plot:
-        draw(families, rows, options.plot)
+def write(rows, options):
+    figures.write_block(options.page, MARK, [figures.origin(rows), *table_of(families_of(options), rows)])
 
 
 if __name__ == "__main__":
-    main()
+    plots.main(__doc__, "training", figures.GPU_PREFIX, write, draw)

@@ -160,7 +160,6 @@ class RemoteHead(trainers.RemoteHead):
 
 @functools.cache
 def client_of(address: str) -> headwater.Client:
-    """This process's client."""
     return headwater.connect(address)
 
 

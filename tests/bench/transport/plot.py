@@ -45,7 +45,6 @@ def cases_of(values):
 
 
 def table_of(values):
-    """Lines of Markdown."""
     header = ("case", "ms", "against", "ms", "ratio", "required", "aim", "spread", "burst", "x products", "MHz", "W")
     lines = []
     for name in cases_of(values):
@@ -64,14 +63,15 @@ def table_of(values):
     return markdown(header, lines) + (markdown(("figure", "value", "unit", "required"), others) if others else [])
 
 
-def draw(values, plot):
+def draw(rows, options):
     """Bars of the ratios, with what is required."""
+    values = {row["case"]: row for row in rows}
     names = cases_of(values)
     units = [values[PREFIX + name + RATIO]["unit"].removeprefix("x ") for name in names]
     labels = [f"{name} / {unit}" for name, unit in zip(names, units, strict=True)]
     ratios = [float(values[PREFIX + name + RATIO]["value"]) for name in names]
     label = "time over that of what stands behind the stroke; black: required"
-    with plots.bars(plot, labels, (10, 0.35 * len(names) + 1.5), label) as axes:
+    with plots.bars(options.plot, labels, (10, 0.35 * len(names) + 1.5), label) as axes:
         axes.barh(range(len(names)), ratios, 0.6)
         for place, (name, ratio) in enumerate(zip(names, ratios, strict=True)):
             required = values[PREFIX + name + RATIO]["required"]
@@ -81,16 +81,9 @@ def draw(values, plot):
         axes.set_xlim(0.5, max(1.6, *ratios) + 0.1)
 
 
-def main():
-    options = plots.parse_arguments(__doc__, "transport")
-    rows = figures.read(options.figures)
-    values = {row["case"]: row for row in rows}
-    if not cases_of(values):
-        raise SystemExit(f"{options.figures} has no figures of a GPU")
-    figures.write_block(options.page, MARK, [figures.origin(rows), "", *table_of(values)[:-1]])
-    if options.plot:
-        draw(values, options.plot)
+def write(rows, options):
+    figures.write_block(options.page, MARK, [figures.origin(rows), "", *table_of({row["case"]: row for row in rows})[:-1]])
 
 
 if __name__ == "__main__":
-    main()
+    plots.main(__doc__, "transport", PREFIX, write, draw)
