@@ -65,11 +65,7 @@ def validator():
         if done.returncode:
             shutil.rmtree(new, ignore_errors=True)
             pytest.skip(f"PyPI does not give {VALIDATOR}: {done.stderr.strip()[-300:]}")
-        try:
-            new.rename(folder)
-        except OSError:  # another run was faster
-            shutil.rmtree(new)
-            assert folder.exists()
+        new.rename(folder)
     sys.path.append(str(folder))
     return importlib.import_module("kubernetes_validate")
 

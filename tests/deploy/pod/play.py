@@ -144,7 +144,6 @@ def kill_sidecar(sidecar: dict[str, Any], step: int) -> None:
 
 
 def check_container(made: dict[str, Any], spec: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """The container is what the manifest says."""
     security = spec["securityContext"]
     assert made["Config"]["User"] == f"{security['runAsUser']}:{security['runAsGroup']}", made["Config"]["User"]
     assert made["HostConfig"]["ReadonlyRootfs"] is wanted["securityContext"]["readOnlyRootFilesystem"] is True
