@@ -3,16 +3,15 @@
 import contextlib
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e/python"))
 
+import expectations
 import headwaterd
 
 Server, START_TIMEOUT_S = headwaterd.Server, headwaterd.START_TIMEOUT_S
+wait_until = expectations.eventually
 
 
 @contextlib.contextmanager
@@ -26,20 +25,6 @@ def running_server(*flags: str, **process):
 
 def program(name: str) -> str:
     return os.path.join(os.environ["HEADWATER_BUILD_DIR"], "bin", name)
-
-
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> Any:
-    """Returns the first true value of `condition`, whose OSErrors count as false."""
-    deadline = time.monotonic() + timeout_s
-    last = None
-    while time.monotonic() < deadline:
-        try:
-            if value := condition():
-                return value
-        except OSError as error:
-            last = error
-        time.sleep(0.02)
-    raise TimeoutError(f"waited {timeout_s} s for {what}; last: {last}")
 
 
 def write_program(path: Path, text: str) -> None:

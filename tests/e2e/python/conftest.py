@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -115,6 +116,15 @@ def slow(request, weight):
     with running_server("--descriptor_socket={directory}/memory.sock") as server:
         with headwater.connect(server.address, transport=request.param) as client:
             yield server, client.create_head("slow", weight), request.param
+
+
+@pytest.fixture
+def fake_module(monkeypatch):
+    """A stand-in for the CUDA engine's module that needs no GPU, as HEADWATER_CUDA_MODULE. A bundle has none."""
+    module = Path(os.environ.get("HEADWATER_BUILD_DIR", "")) / "tests" / "libheadwater_fake_cuda.so"
+    if not module.exists():
+        pytest.skip(f"{module} is not built")
+    monkeypatch.setenv("HEADWATER_CUDA_MODULE", str(module))
 
 
 @pytest.fixture

@@ -9,6 +9,9 @@ import pytest
 
 import headwater
 
+# A server that was killed takes a while to come back.
+PATIENT = headwater.RetryPolicy(max_attempts=200, initial_backoff=0.05, max_backoff=0.25)
+
 
 @contextlib.contextmanager
 def refused(reason, kind=headwater.HeadwaterError, *told, **metadata):
@@ -20,11 +23,14 @@ def refused(reason, kind=headwater.HeadwaterError, *told, **metadata):
     assert metadata.items() <= info.value.metadata.items(), info.value.metadata
 
 
-def eventually(condition, told=lambda: None, timeout_s=60):
-    """Waits until the condition holds; fails later, with what `told` returns."""
+def eventually(condition, told="", timeout_s=60):
+    """The first true value of the condition, whose OSErrors count as false; fails later, with `told` or what it returns."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, told()
+    while True:
+        with contextlib.suppress(OSError):
+            if value := condition():
+                return value
+        assert time.monotonic() < deadline, told() if callable(told) else f"waited {timeout_s} s for {told}"
         time.sleep(0.005)
 
 

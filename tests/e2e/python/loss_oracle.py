@@ -147,10 +147,9 @@ def error(actual, expected):
     """Norm of the difference / norm of the reference; NaN where there is one, infinite where only the reference is 0."""
     actual, expected = as_float64(actual), as_float64(expected)
     assert actual.shape == expected.shape
-    difference, norm = np.linalg.norm(actual - expected), np.linalg.norm(expected)
-    if norm == 0:
-        return 0.0 if difference == 0 else np.nan if np.isnan(difference) else np.inf
-    return difference / norm
+    difference = np.linalg.norm(actual - expected)
+    with np.errstate(divide="ignore"):
+        return difference / np.linalg.norm(expected) if difference else 0.0
 
 
 def worst_slice(actual, expected):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from loss_oracle import as_float64, error, stored
 
 import headwater
 
-FAKE_MODULE = Path(os.environ.get("HEADWATER_BUILD_DIR", "")) / "tests" / "libheadwater_fake_cuda.so"
 # Large enough for rows that come slice by slice, and for a vocabulary that no number of ranks divides.
 VOCAB_SIZE, HIDDEN_SIZE = 8191, 256
 ROWS = (37, 600, 5000)
@@ -36,11 +34,8 @@ FLAGS = ("--engine=cuda", "--notimed_search", "--algorithm_cache=", "--workspace
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
+def stand_in(fake_module, monkeypatch):
     """Whose devices can do what a test wants of them."""
-    if not FAKE_MODULE.exists():
-        pytest.skip(f"{FAKE_MODULE} is not built")
-    monkeypatch.setenv("HEADWATER_CUDA_MODULE", str(FAKE_MODULE))
     # Its ranks are CPU engines; still more rows than the client sends in one chunk.
     monkeypatch.setattr(sys.modules[__name__], "ROWS", (37, 600, 2500))
 

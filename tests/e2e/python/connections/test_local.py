@@ -36,7 +36,7 @@ def is_running(pid):
 
 
 def wait_for_end(pid):
-    eventually(lambda: not is_running(pid), lambda: "the server goes on", ENDS_IN_S)
+    eventually(lambda: not is_running(pid), "the server's end", ENDS_IN_S)
 
 
 # ---- the cores that the server shares ------------------------------------------------------------------------------------
@@ -269,15 +269,6 @@ def test_a_program_that_does_not_start_is_quoted(monkeypatch, tmp_path, script, 
 
 
 # ---- the CUDA engine, by a stand-in for its module, which needs no GPU -------------------------------------------------------
-
-
-@pytest.fixture
-def fake_module(monkeypatch):
-    """The stand-in, as HEADWATER_CUDA_MODULE. A bundle has none."""
-    module = Path(os.environ["HEADWATER_BUILD_DIR"]) / "tests" / "libheadwater_fake_cuda.so"
-    if not module.exists():
-        pytest.skip("this build has no stand-in for the CUDA engine's module")
-    monkeypatch.setenv("HEADWATER_CUDA_MODULE", str(module))
 
 
 def test_a_cuda_engine_that_cannot_be_had_is_refused_with_the_reason(monkeypatch):

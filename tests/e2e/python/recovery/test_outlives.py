@@ -41,7 +41,6 @@ def train(server):
 
 
 def drain(server):
-    """Ends it as an operator does."""
     server.process.terminate()
     assert server.process.wait(START_TIMEOUT_S) == 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from expectations import eventually, refused, run_python
+from expectations import PATIENT, eventually, refused, run_python
 from headwater.v1 import head_service_pb2, head_service_pb2_grpc
 from headwaterd import START_TIMEOUT_S, running_server
 
@@ -21,7 +21,6 @@ from headwater._recovery import Meeting
 
 STEPS = 7
 PATIENCE_S = 600.0
-PATIENT = headwater.RetryPolicy(max_attempts=200, initial_backoff=0.05, max_backoff=0.25)
 VOCAB_SIZE, HIDDEN_SIZE, FEATURES, TOKENS, MICRO_BATCHES = 40, 16, 8, 12, 2
 CHECKPOINT_EVERY = 2
 

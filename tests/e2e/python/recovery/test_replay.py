@@ -6,7 +6,7 @@ The cases of tests/e2e/protocol say what is repeated when; these train on a real
 import numpy as np
 import pytest
 import torch
-from expectations import refused
+from expectations import PATIENT, refused
 from headwaterd import running_server
 
 import headwater
@@ -15,8 +15,6 @@ import headwater.torch
 
 NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE = 12, 16, 40
 STEPS, MICRO_BATCHES = 3, 4
-# A server that was killed takes a while to come back.
-PATIENT = headwater.RetryPolicy(max_attempts=200, initial_backoff=0.05, max_backoff=0.25)
 
 
 def connect(server, **options):
