@@ -1,12 +1,14 @@
 """The common parts of the benchmarks' tests: each runs the `run` beside it, tiny, on the CPU."""
 
-import csv
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "common"))  # for the tests, too
+import figures
 
 
 @pytest.fixture
@@ -19,7 +21,6 @@ def smoke_run(request, tmp_path):
         command = [sys.executable, str(path), "--smoke", "--build", build, "--output", str(tmp_path), *options]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
-        with open(tmp_path / f"{name}.csv", newline="", encoding="utf-8") as file:
-            return {row["case"]: float(row["value"]) for row in csv.DictReader(file)}
+        return {row["case"]: float(row["value"]) for row in figures.read(tmp_path / f"{name}.csv")}
 
     return run

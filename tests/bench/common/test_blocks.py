@@ -1,10 +1,7 @@
 """Times under a power limit: which calls are made, and what their times become."""
 
 import argparse
-import pathlib
-import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import blocks
 
 

@@ -1,12 +1,9 @@
 """The benchmarks of the engines run, tiny, on the CPU: every figure of theirs is taken."""
 
 import pathlib
-import sys
 
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "common"))
 import figures
+import pytest
 
 KEPT = pathlib.Path(__file__).resolve().parents[3] / "docs/benchmarks"
 

@@ -1,6 +1,5 @@
 """The study's pages have no number of their own: each is a row of study.csv, a size of the matrix, or derived in method.md."""
 
-import csv
 import dataclasses
 import pathlib
 import re
@@ -8,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import figures
 import pytest
 from points import smoke_points
 
@@ -41,11 +41,6 @@ def strange(text, rows, words):
     return [number for number in numbers(text) if number not in known and not is_value(number)]
 
 
-def read(path):
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.fixture
 def docs(tmp_path):
     """A folder with the study's first page."""
@@ -63,7 +58,7 @@ def report(docs, *sources):
     pages = [(docs / "study" / name).read_text(encoding="utf-8") for name in ("results.md", "slides.md", "index.md")]
     sentences = [sentence for page in pages for _, sentence in check_language.sentences(page)]
     assert [fault for sentence in sentences for fault in check_language.problems(sentence)] == []
-    return read(docs / "benchmarks/study.csv") if sources else [], *pages
+    return figures.read(docs / "benchmarks/study.csv"), *pages
 
 
 def test_each_number_of_the_pages_is_a_row(smoke_run, docs, tmp_path):
@@ -106,4 +101,4 @@ def test_numbers_of_the_first_page_are_derived_or_measured():
     index = re.sub(r"`([A-Z])` (\d+)", r"\1 \2", index)
     method = (ROOT / "docs/study/method.md").read_text(encoding="utf-8")
     assert len(numbers(index)) > 20
-    assert strange(index, read(ROOT / "docs/benchmarks/end-to-end.csv"), method) == []
+    assert strange(index, figures.read(ROOT / "docs/benchmarks/end-to-end.csv"), method) == []

@@ -138,9 +138,6 @@ class LocalHead(trainers.LocalHead):
     def master_weight(self) -> torch.Tensor:
         return self._masters.masters[0].detach()
 
-    def close(self) -> None:
-        """Nothing is to be left."""
-
 
 class RemoteHead(trainers.RemoteHead):
     """The weight and its optimizer are a server's. `way` is exact, or tau_N for a gradient resolution of 2**-N."""
@@ -153,9 +150,6 @@ class RemoteHead(trainers.RemoteHead):
 
     def master_weight(self) -> torch.Tensor:
         return torch.from_numpy(self.head.weight(dtype="float32"))
-
-    def close(self) -> None:
-        self.head.delete(force=True)
 
 
 @functools.cache
@@ -213,7 +207,8 @@ def train(name: str, address: str, folder: str, rows: str, device: str) -> dict[
             held_out[step + 1] = held_out_losses(body, head.master_weight().to(first), prepared["held_out"], seen)
     seconds = time.monotonic() - began
     change = (head.master_weight().to(device) - first.float()).norm(dim=1)
-    head.close()
+    if not is_local:
+        head.head.delete(force=True)
     arrays = {"change": change, "rare": (seen > 0) & (seen < RARE), "unseen": seen == 0}
     np.savez_compressed(f"{rows}/{key}.npz", **{part: array.cpu().numpy() for part, array in arrays.items()})
     peak = torch.cuda.max_memory_allocated() / trainers.MIB if device != "cpu" else 0.0
