@@ -137,6 +137,7 @@ absl::StatusOr<std::optional<ApplyReply>> TryApply(Head& head, const StepKey& ke
     }
     if (expected.has_value()) {
       HEADWATER_RETURN_IF_ERROR(head.steps.ledger().Seal(key.step, *expected).status());
+      head.MicroBatchChanged();  // also if the update fails: no more micro-batches come
     } else {
       HEADWATER_RETURN_IF_ERROR(head.steps.ledger().CheckStep(key.step));
       if (head.steps.open().state == StepState::kOpen) {

@@ -65,7 +65,7 @@ inline constexpr absl::Duration kMostGrpcTime = absl::Hours(500);
   X(Count, max_heads_per_tenant, 64, 1, kNoMaximum, "heads of one tenant")                                                         \
   X(Bytes, max_tenant_memory_bytes, 0, 0, kNoMaximum,                                                                              \
     "memory that the plans of one tenant's heads add up to, in bytes; 0: no limit")                                                \
-  X(Count, max_terms, 64, 1, kNoMaximum, "loss terms of a micro-batch")                                                            \
+  X(Count, max_terms, 64, 1, kNoMaximum, "loss terms of a micro-batch, and heads of its commit or discard")                        \
   X(Count, max_stripes, 16, 1, INT32_MAX, "streams that carry the rows of one micro-batch")                                        \
   X(Time, max_stripe_wait, absl::Seconds(10), kLeastTime, kMostTime, "how long a stripe waits for its primary stream")             \
   X(Count, max_session_regions, 64, 0, kNoMaximum, "shared memory regions of one session; 0: none may be registered")              \

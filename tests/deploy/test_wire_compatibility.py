@@ -87,7 +87,7 @@ def cross_entropy(hidden, weight, targets):
 
 def train(release, channel):
     """A session, a head, a step of two micro-batches and its end, by messages of the release alone; checks every answer."""
-    kinds = wire_descriptors.message_classes(release)
+    kinds = wire_descriptors.Messages(release)
     methods = wire_descriptors.methods(release)
 
     def call(name, *requests):

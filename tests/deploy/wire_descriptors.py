@@ -7,12 +7,11 @@ A kept file is a compressed FileDescriptorSet, as protoc writes it.
 
 import gzip
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import any_pb2, descriptor_pb2, duration_pb2, message_factory, timestamp_pb2
+from google.protobuf import any_pb2, descriptor_pb2, descriptor_pool, duration_pb2, message_factory, timestamp_pb2
 from headwater.v1 import error_pb2, head_service_pb2, loss_pb2, loss_service_pb2, session_service_pb2, tensor_pb2
 
 # In an order in which each file comes after those that it imports. Not that of groups: their processes are of one build.
@@ -84,14 +83,21 @@ def broken(old: descriptor_pb2.FileDescriptorSet, new: descriptor_pb2.FileDescri
     return [f"{name} was {fact}, is {now.get(name)}" for name, fact in facts(old).items() if now.get(name) != fact]
 
 
-def message_classes(files: descriptor_pb2.FileDescriptorSet) -> types.SimpleNamespace:
-    """The classes of the messages by their names, made of descriptors alone."""
-    imported = [
-        descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
-        for module in (any_pb2, duration_pb2, timestamp_pb2)
-    ]
-    found = message_factory.GetMessages([*imported, *files.file])
-    return types.SimpleNamespace(**{name.rpartition(".")[2]: kind for name, kind in found.items()})
+class Messages:
+    """Classes of messages, made of descriptors alone."""
+
+    def __init__(self, files: descriptor_pb2.FileDescriptorSet):
+        self._pool = descriptor_pool.DescriptorPool()
+        for module in (any_pb2, duration_pb2, timestamp_pb2):
+            self._pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
+        for file in files.file:
+            self._pool.AddSerializedFile(file.SerializeToString())
+
+    def __getattr__(self, name: str) -> Any:
+        descriptor = self._pool.FindMessageTypeByName(f"headwater.v1.{name}")
+        if hasattr(message_factory, "GetMessageClass"):
+            return message_factory.GetMessageClass(descriptor)
+        return message_factory.MessageFactory(self._pool).GetPrototype(descriptor)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ TEST(Limits, OutputsOfAllTermsTravelInOneMessage) {
   setup.options.limits.max_chunk_bytes = 1 << 12;
   setup.options.limits.max_hidden_size = 64;
   setup.options.limits.max_micro_batch_rows = 1 << 12;
-  setup.options.limits.max_message_bytes = (1 << 12) * 7 * 4 + (64 << 10);
+  setup.options.limits.max_message_bytes = (1 << 12) * v1::TokenOutput_MAX * 4 + (64 << 10);
   WireServer server(setup);
   const std::vector<int32_t> targets(1 << 12, 1);
   v1::MicroBatchHeader header = CrossEntropyHeader(server.MakeHead("h", SmallSpec()), 0, 0, targets);

@@ -152,7 +152,8 @@ class Head(HeadLosses):
             InvalidArgumentError: `INVALID_COMBINATION`: token_factors for one that is not HELD, or a micro-batch of several heads.
             NotFoundError: the step knows no such micro-batch.
             MicroBatchConflictError: it was committed with other factors.
-            AbortedError: `MICRO_BATCH_DISCARDED`: it was discarded, by a call or because its session ended.
+            AbortedError: `MICRO_BATCH_DISCARDED`: it was discarded: by a call, with its session, or by another of its heads
+                (`metadata["discardedBy"]`).
             FailedPreconditionError: `WEIGHT_VERSION_MISMATCH`: it was HELD, and its teacher's weights have changed.
             PermissionDeniedError: `NOT_SESSION_OWNER`: another client submitted it.
         """

@@ -74,7 +74,8 @@ class PendingContribution {
   bool dropped() const { return dropped_; }
   // Drops it because its session has ended; true if this call did. A contribution that is being committed stays. The committing
   // call is one of the session's, and when it has ended the session ends once more (SessionRegistry).
-  bool DropWithSession() { return !in_commit_ && Drop(); }
+  bool DropWithSession() { return !in_commit_ && Drop() && (session_has_ended_ = true); }
+  bool session_has_ended() const { return session_has_ended_; }  // and dropped it
   // Around a commit: the contribution cannot be dropped meanwhile, and the commit may use it outside its turns.
   void BeginCommit() { in_commit_ = true; }
   void EndCommit() { in_commit_ = false; }
@@ -91,6 +92,7 @@ class PendingContribution {
   const int64_t attempt_;
   const std::optional<SessionId> session_;
   bool dropped_ = false;
+  bool session_has_ended_ = false;
   bool in_commit_ = false;
   Content content_;
   std::shared_ptr<const void> until_decided_;

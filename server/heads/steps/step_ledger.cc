@@ -36,15 +36,21 @@ bool IsUndecided(const MicroBatchRecord& record) {
   return record.state == ContributionState::kInProgress || record.state == ContributionState::kStaged;
 }
 
-ErrorMetadata AttemptMetadata(int64_t step, int64_t micro_batch, int64_t attempt) {
-  return {{"step", absl::StrCat(step)}, {"microBatch", absl::StrCat(micro_batch)}, {"attempt", absl::StrCat(attempt)}};
-}
-
 // An error about one attempt of a micro-batch; `what` follows it in the message.
 absl::Status AttemptError(ErrorReason reason, int64_t step, int64_t micro_batch, int64_t attempt, const std::string& what,
                           ErrorMetadata metadata = {}) {
-  metadata.merge(AttemptMetadata(step, micro_batch, attempt));
+  metadata.insert({{"step", absl::StrCat(step)}, {"microBatch", absl::StrCat(micro_batch)}, {"attempt", absl::StrCat(attempt)}});
   return MakeError(reason, absl::StrCat("micro-batch ", micro_batch, " of step ", step, " ", what), std::move(metadata));
+}
+
+absl::Status DiscardedError(int64_t step, int64_t micro_batch, int64_t attempt, const MicroBatchRecord& record) {
+  constexpr std::pair<const char*, const char*> kBy[] = {
+      {"call", "a call"}, {"session", "the end of its session"}, {"head", "another of its heads"}};
+  const auto& [by, words] = kBy[static_cast<size_t>(record.discarded_by)];
+  const std::string discarded = absl::StrCat(record.tombstone_attempt);
+  return AttemptError(ErrorReason::kMicroBatchDiscarded, step, micro_batch, attempt,
+                      absl::StrCat("was discarded up to attempt ", discarded, " by ", words, "; the call is for attempt ", attempt),
+                      {{"discardedAttempt", discarded}, {"discardedBy", by}});
 }
 
 // The caller does not keep to the order of the diagram.
@@ -119,11 +125,7 @@ absl::Status StepLedger::CheckBegin(int64_t step, int64_t micro_batch, int64_t a
   const MicroBatchRecord* const known = open_.Find(micro_batch);
   if (known != nullptr) {
     const MicroBatchRecord& record = *known;
-    if (attempt <= record.tombstone_attempt) {
-      return AttemptError(ErrorReason::kMicroBatchDiscarded, step, micro_batch, attempt,
-                          absl::StrCat("was discarded up to attempt ", record.tombstone_attempt, ", the call is attempt ", attempt),
-                          {{"discardedAttempt", absl::StrCat(record.tombstone_attempt)}});
-    }
+    if (attempt <= record.tombstone_attempt) return DiscardedError(step, micro_batch, attempt, record);
     if (attempt < record.fence_attempt) {  // which is the attempt of a contribution that is present
       return AttemptError(ErrorReason::kAttemptSuperseded, step, micro_batch, attempt,
                           absl::StrCat("is known with attempt ", record.fence_attempt, ", the call is attempt ", attempt),
@@ -133,12 +135,8 @@ absl::Status StepLedger::CheckBegin(int64_t step, int64_t micro_batch, int64_t a
     if (record.IsPresent()) return absl::OkStatus();
   }
   if (open_.state != StepState::kOpen) {
-    ErrorMetadata metadata = AttemptMetadata(step, micro_batch, attempt);
-    metadata["openStep"] = absl::StrCat(open_.step);
-    return MakeError(
-        ErrorReason::kStepSealed,
-        absl::StrCat("step ", step, " is sealed and takes no further micro-batches; the call is for micro-batch ", micro_batch),
-        std::move(metadata));
+    return AttemptError(ErrorReason::kStepSealed, step, micro_batch, attempt,
+                        "is unknown, and the step is sealed: it takes no others", {{"openStep", absl::StrCat(open_.step)}});
   }
   if (known == nullptr && static_cast<int64_t>(open_.micro_batches.size()) >= max_micro_batches_) {
     const std::string maximum = absl::StrCat(max_micro_batches_);
@@ -239,9 +237,7 @@ absl::StatusOr<bool> StepLedger::CheckCommit(int64_t step, int64_t micro_batch, 
   HEADWATER_RETURN_IF_ERROR(CheckFactor(factor.factor));
   const MicroBatchRecord* const known = open_.Find(micro_batch);
   if (known != nullptr && attempt >= 0 && attempt <= known->tombstone_attempt) {
-    return AttemptError(
-        ErrorReason::kMicroBatchDiscarded, step, micro_batch, attempt,
-        absl::StrCat("was discarded up to attempt ", known->tombstone_attempt, ", the commit is for attempt ", attempt));
+    return DiscardedError(step, micro_batch, attempt, *known);
   }
   if (known != nullptr && attempt < known->attempt) {
     return AttemptError(ErrorReason::kAttemptSuperseded, step, micro_batch, attempt,
@@ -253,24 +249,15 @@ absl::StatusOr<bool> StepLedger::CheckCommit(int64_t step, int64_t micro_batch, 
   const bool is_committed = known != nullptr && known->state == ContributionState::kCommitted;
   const bool only_announced = known != nullptr && known->state == ContributionState::kNone;
   if (known == nullptr || only_announced || (attempt > known->attempt && !is_committed)) {
-    return MakeError(ErrorReason::kMicroBatchNotFound,
-                     absl::StrCat("step ", step, " knows no micro-batch ", micro_batch, " with attempt ", attempt),
-                     AttemptMetadata(step, micro_batch, attempt));
+    return AttemptError(ErrorReason::kMicroBatchNotFound, step, micro_batch, attempt,
+                        absl::StrCat("is unknown with attempt ", attempt));
   }
-  const MicroBatchRecord& record = *known;
-  if (is_committed) {
-    if (record.factor == factor) return false;
-    const std::string expected = FactorToString(record.factor), actual = FactorToString(factor);
-    return AttemptError(ErrorReason::kMicroBatchConflict, step, micro_batch, attempt,
-                        absl::StrCat("was committed with factor ", expected, ", the call has factor ", actual),
-                        {{"expected", expected}, {"actual", actual}});
-  }
-  if (open_.state != StepState::kOpen) {
-    return MakeError(ErrorReason::kStepSealed,
-                     absl::StrCat("step ", step, " is sealed; micro-batch ", micro_batch, " can no longer be committed"),
-                     AttemptMetadata(step, micro_batch, attempt));
-  }
-  return true;
+  if (!is_committed) return true;  // the step is open: one with an undecided micro-batch is not sealed
+  if (known->factor == factor) return false;
+  const std::string expected = FactorToString(known->factor), actual = FactorToString(factor);
+  return AttemptError(ErrorReason::kMicroBatchConflict, step, micro_batch, attempt,
+                      absl::StrCat("was committed with factor ", expected, ", the call has factor ", actual),
+                      {{"expected", expected}, {"actual", actual}});
 }
 
 absl::Status StepLedger::FinishCommit(int64_t micro_batch, const CommitFactor& factor) {
@@ -308,7 +295,7 @@ absl::Status StepLedger::CheckDiscard(int64_t step, int64_t micro_batch, int64_t
   return absl::OkStatus();
 }
 
-absl::StatusOr<bool> StepLedger::Discard(int64_t step, int64_t micro_batch, int64_t attempt) {
+absl::StatusOr<bool> StepLedger::Discard(int64_t step, int64_t micro_batch, int64_t attempt, DiscardedBy by) {
   HEADWATER_RETURN_IF_ERROR(CheckDiscard(step, micro_batch, attempt));
   auto found = open_.micro_batches.find(micro_batch);
   if (found == open_.micro_batches.end()) {
@@ -317,7 +304,10 @@ absl::StatusOr<bool> StepLedger::Discard(int64_t step, int64_t micro_batch, int6
   }
   MicroBatchRecord& record = found->second;
   const bool dropped = record.state == ContributionState::kStaged;
-  record.tombstone_attempt = std::max(record.tombstone_attempt, attempt);
+  if (attempt > record.tombstone_attempt) {
+    record.tombstone_attempt = attempt;
+    record.discarded_by = by;
+  }
   if (record.state == ContributionState::kNone && record.tombstone_attempt < record.fence_attempt) return false;
   record.state = ContributionState::kDiscarded;
   record.attempt = record.tombstone_attempt;

@@ -39,6 +39,9 @@ enum class ContributionState : int32_t { kNone = 0, kInProgress = 1, kStaged = 2
 // The values are those of headwater.v1.ContributionForm.
 enum class ContributionForm : int32_t { kNone = 0, kDirect = 1, kStaged = 2, kHeld = 3 };
 
+// Why an undecided micro-batch is gone: a call, the end of its session, or another of its heads, which dropped it.
+enum class DiscardedBy : uint8_t { kCall, kSession, kHead };
+
 // A committed micro-batch's part of its step's totals.
 struct ContributionCounts {
   int64_t valid_token_count = 0;
@@ -66,8 +69,9 @@ struct MicroBatchRecord {
   ContributionForm form = ContributionForm::kNone;  // how it is, or was, held
   ContributionCounts counts;
   CommitFactor factor;
-  int64_t tombstone_attempt = -1;  // highest attempt that was discarded; -1: none
-  int64_t fence_attempt = 0;       // highest attempt that announced itself: lower ones are refused
+  int64_t tombstone_attempt = -1;                 // highest attempt that was discarded; -1: none
+  DiscardedBy discarded_by = DiscardedBy::kCall;  // at that attempt
+  int64_t fence_attempt = 0;                      // highest attempt that announced itself: lower ones are refused
   // Whether there is a contribution, decided or not, and not only a fence or a tombstone.
   bool IsPresent() const { return state != ContributionState::kNone && state != ContributionState::kDiscarded; }
   bool operator==(const MicroBatchRecord&) const = default;
@@ -151,7 +155,7 @@ class StepLedger {
   absl::Status Abort(int64_t micro_batch);
 
   // kMicroBatchDiscarded, kAttemptSuperseded, kMicroBatchInProgress and kMicroBatchNotFound, the first that applies; kStepMismatch,
-  // kInvalidField, kStepSealed. True if the commit is to be carried out now, false if an equal one was before, for this attempt or
+  // kInvalidField. True if the commit is to be carried out now, false if an equal one was before, for this attempt or
   // a lower one. The caller adds the contribution and then calls FinishCommit(); nothing can come in between, because it is
   // admitted to the head.
   absl::StatusOr<bool> CheckCommit(int64_t step, int64_t micro_batch, int64_t attempt, const CommitFactor& factor) const;
@@ -160,7 +164,7 @@ class StepLedger {
   // True if an uncommitted contribution was dropped. Leaves a tombstone, except for an unknown one in a sealed step, which takes
   // nothing new anyway. kMicroBatchConflict for a committed one.
   absl::Status CheckDiscard(int64_t step, int64_t micro_batch, int64_t attempt) const;
-  absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt);
+  absl::StatusOr<bool> Discard(int64_t step, int64_t micro_batch, int64_t attempt, DiscardedBy by = DiscardedBy::kCall);
 
   // Errors: kMicroBatchMissing (a discarded one is missing too), kMicroBatchUncommitted (any undecided one, expected or not),
   // kMicroBatchUnexpected, in this order, with at most 16 ids in message and metadata; kInvalidField for an expectation with

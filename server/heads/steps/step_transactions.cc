@@ -100,7 +100,8 @@ void StepTransactions::Settle() {
       continue;
     }
     // Cannot fail: what is pending is staged in the open step.
-    ledger_.Discard(open().step, entry->first, entry->second->attempt()).IgnoreError();
+    const DiscardedBy by = entry->second->session_has_ended() ? DiscardedBy::kSession : DiscardedBy::kHead;
+    ledger_.Discard(open().step, entry->first, entry->second->attempt(), by).IgnoreError();
     entry = pending_.erase(entry);
   }
 }

@@ -42,7 +42,10 @@ def read(path):
     if not pathlib.Path(path).exists():
         return []
     with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != HEADER:
+            raise ValueError(f"{path}: expected the columns {','.join(HEADER)}")
+        return list(reader)
 
 
 def write(path, rows):

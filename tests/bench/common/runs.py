@@ -56,7 +56,9 @@ def machine_name():
 def memory_of(process, field="VmRSS"):
     """The kernel's VmRSS (resident now) or VmHWM (most so far) of a process, in bytes."""
     status = pathlib.Path(f"/proc/{process}/status").read_text(encoding="ascii")
-    return 1024 * int(re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)[1])
+    if not (found := re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)):
+        raise RuntimeError(f"process {process} has ended")
+    return 1024 * int(found[1])
 
 
 def start_trainer(script, environment):

@@ -47,6 +47,8 @@ def families_of(options):
         model, optimizer, way, seed = name.split("/")
         if model in NAMES and "failed" not in entry["result"]:
             found.setdefault((model, optimizer), {}).setdefault(way, {})[seed] = entry["result"]
+    if not found:
+        raise SystemExit(f"{options.figures.with_suffix('.json')} has no results")
     order = [*NAMES]
     return {key: found[key] for key in sorted(found, key=lambda key: [order.index(part) for part in key])}
 

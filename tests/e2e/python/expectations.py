@@ -24,14 +24,18 @@ def refused(reason, kind=headwater.HeadwaterError, *told, **metadata):
 
 
 def eventually(condition, told="", timeout_s=60):
-    """The first true value of the condition, whose OSErrors count as false; fails later, with `told` or what it returns."""
-    deadline = time.monotonic() + timeout_s
+    """The first true value of the condition, whose OSErrors count as false, but for the client's; fails later, saying `told`."""
+    deadline, last = time.monotonic() + timeout_s, None
     while True:
-        with contextlib.suppress(OSError):
+        try:
             if value := condition():
                 return value
-        assert time.monotonic() < deadline, told() if callable(told) else f"waited {timeout_s} s for {told}"
-        time.sleep(0.005)
+        except headwater.HeadwaterError:
+            raise
+        except OSError as error:
+            last = error
+        assert time.monotonic() < deadline, told() if callable(told) else f"waited {timeout_s} s for {told}; last: {last}"
+        time.sleep(0.01)
 
 
 def run(command, **options):

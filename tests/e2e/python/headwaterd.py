@@ -13,7 +13,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 120
 ENGINE = os.environ.get("HEADWATER_TEST_ENGINE", "cpu")
 # For headwater.local, too, in this process and in those that the tests start.
 if "HEADWATER_BUILD_DIR" in os.environ:

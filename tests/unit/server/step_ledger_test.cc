@@ -86,7 +86,8 @@ TEST_F(StepLedgerTest, FinishingWhatIsNotInProgressIsADefect) {
 TEST_F(StepLedgerTest, DiscardLeavesATombstone) {
   Stage(0);
   EXPECT_TRUE(*ledger_.Discard(7, 0, 0));
-  EXPECT_FALSE(*ledger_.Discard(7, 0, 0));
+  EXPECT_FALSE(*ledger_.Discard(7, 0, 0, DiscardedBy::kHead));
+  EXPECT_ERROR(ledger_.CheckCommit(7, 0, 0, Factor(1)), kMicroBatchDiscarded, {"discardedBy", "call"});  // the first
   EXPECT_EQ(Record(0).state, ContributionState::kDiscarded);
   EXPECT_EQ(Record(0).digest, kFirst);
   EXPECT_REASON(Begin(ledger_, 7, 0, 0, kFirst, true), kMicroBatchDiscarded);

@@ -73,7 +73,7 @@ def test_rows_in_shared_memory(client, head, rows):
     assert out.grad_hidden is grad and out.loss_sum == expected
     # A part of them, by a view.
     view = own[100:300]
-    part = head.cross_entropy(view, targets[100:300], micro_batch=1)
+    part = head.cross_entropy(view, targets[100:300].astype(np.int32), micro_batch=1)
     np.testing.assert_allclose(part.grad_hidden, grad[100:300], rtol=1e-3, atol=1e-5)  # products of another size
     small = client.empty_rows(1, 1, "float16")
     assert small.shape == (1, 1) and small.dtype == np.float16

@@ -142,6 +142,23 @@ TEST_F(HeadTransactionsTest, ADecisionNamesExactlyTheHeads) {
   EXPECT_EQ(ReadGradWeight(*other_), Gradient(2, {2, 4, 6}));
 }
 
+TEST_F(HeadTransactionsTest, ARefusalSaysWhatDiscardedTheMicroBatch) {
+  const std::pair<const char*, std::function<void()>> ways[] = {
+      {"call", [&] { EXPECT_TRUE(*Discard(BothHeads(), 0, 0, kSession)); }},
+      {"session", [&] { EXPECT_EQ(head_->DropSession(kSession) + other_->DropSession(kSession), 1); }},
+      {"head", [&] { EXPECT_OK(other_->DiscardGradient(KeyOf(*other_))); }},
+  };
+  for (const auto& [by, discard] : ways) {
+    head_ = MakeReadyHead(engine_, SmallSpec());
+    other_ = MakeReadyHead(engine_, SmallSpec(), "other");
+    MicroBatchCall call(head_, 0, 0, kRowOfToken2);
+    AddSecondTerm(call, other_);
+    ASSERT_OK(call.Explicit().Session(kSession).Run(engine_));
+    discard();
+    EXPECT_ERROR(Commit(BothHeads(), 0, 0, {}, kSession), kMicroBatchDiscarded, {"discardedAttempt", "0"}, {"discardedBy", by});
+  }
+}
+
 // ---- held ------------------------------------------------------------------------------------------------------------
 
 TEST_F(HeadTransactionsTest, AFullHeadReportsWhoseSlotsAreTaken) {

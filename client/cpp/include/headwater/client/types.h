@@ -297,7 +297,7 @@ class Contribution {
   // Used by the library.
   explicit Contribution(std::shared_ptr<const internal::ContributionKey> key) : key_(std::move(key)) {}
 
-  // Adds it to the step of each of its heads. Idempotent. MICRO_BATCH_DISCARDED if it was dropped meanwhile (its session ended).
+  // Adds it to the step of each of its heads. Idempotent. MICRO_BATCH_DISCARDED if it was dropped meanwhile (discardedBy).
   Future<CommitResult> Commit(const CommitOptions& commit = {}, const CallOptions& options = {}) const;
   // Drops it in all its heads; a higher attempt may submit it again. Idempotent.
   Future<DiscardResult> Discard(const CallOptions& options = {}) const;
