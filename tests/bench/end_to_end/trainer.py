@@ -58,8 +58,10 @@ def train_overlapped(model, micro_batches):
 
     for number, (inputs, targets) in enumerate(micro_batches):
         hidden = model.body(inputs)
-        rows, options = hidden.detach().flatten(0, 1), {"gradient_resolution": model.head.loss.gradient_resolution}
-        future = model.head.head.cross_entropy_future(rows, targets.flatten(), micro_batch=number, loss_scale=scale, **options)
+        rows, resolution = hidden.detach().flatten(0, 1), model.head.loss.gradient_resolution
+        future = model.head.head.cross_entropy_future(
+            rows, targets.flatten(), micro_batch=number, loss_scale=scale, gradient_resolution=resolution
+        )
         waiting.append((hidden, future))
         if len(waiting) == 2:
             total += finish(*waiting.pop(0))
