@@ -148,12 +148,16 @@ _WORD = re.compile(r"[A-Za-z_]+|[0-9]|[ \t]+|\n+|[^A-Za-z_0-9\s]")
 _BYTES = 256  # ids of single bytes, for words that have none
 
 
-def read_texts(most_characters: int) -> tuple[str, str]:
-    """(training text, held-out text) of this project and of Python's standard library: every tenth file is held out."""
+def read_texts(most_characters: int, packages: bool = False) -> tuple[str, str]:
+    """(training text, held-out text): every tenth file is held out. They are this project's and those of Python's standard library,
+    with `packages` also those of the packages that are installed here."""
     library = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = [path for name in FOLDERS for kind in ("md", "cc", "h", "py") for path in (ROOT / name).glob(f"**/*.{kind}")]
     files += [*library.glob("*.py"), *library.glob("*/*.py")]
-    files = sorted(path for path in files if not {"site-packages", "dist-packages", "test"} & set(path.parts))
+    files = [path for path in files if not {"site-packages", "dist-packages", "test"} & set(path.parts)]
+    if packages:
+        files += pathlib.Path(sysconfig.get_paths()["purelib"]).glob("**/*.py")
+    files.sort()
     random.Random(0).shuffle(files)
     parts: tuple[list[str], list[str]] = ([], [])
     size = 0

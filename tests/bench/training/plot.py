@@ -26,7 +26,13 @@ WAYS = {
     "torch": ("PyTorch", "#7f7f7f"),
     "cce": ("CCE, which drops", "#009E73"),
 }
-NAMES = {"smollm2": "SmolLM2-135M", "scratch": "65 million random weights", "adamw": "AdamW", "sgd": "SGD"}
+NAMES = {
+    "smollm2": "SmolLM2-135M",
+    "smollm2_8k": "SmolLM2-135M, 8192 tokens a step",
+    "scratch": "65 million random weights",
+    "adamw": "AdamW",
+    "sgd": "SGD",
+}
 SMOOTHED = 10  # points of the curve
 COLUMNS = {
     "held_out_all": "held-out loss",

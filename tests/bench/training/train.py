@@ -25,11 +25,16 @@ SHAPES = {
     "scratch": language_model.Shape(512, 8, 8, 4, 2048, 32768, 256),
     "tiny": dataclasses.replace(language_model.TINY, vocab=2048),
 }
-SEQUENCES = 4  # of a micro-batch, which is a step
-STEPS = {"smollm2": 1000, "scratch": 1000, "tiny": 5}
-HELD_OUT = {"smollm2": 128, "scratch": 128, "tiny": 4}  # micro-batches
+SEQUENCES = {"smollm2": 4, "smollm2_8k": 32, "scratch": 4, "tiny": 4}  # of a micro-batch, which is a step
+STEPS = {"smollm2": 1000, "smollm2_8k": 1000, "scratch": 1000, "tiny": 5}
+HELD_OUT = {"smollm2": 128, "smollm2_8k": 16, "scratch": 128, "tiny": 4}  # micro-batches
 EVALUATIONS = 4  # over a run, besides the one before it
-RATES = {"smollm2": {"adamw": 2e-4, "sgd": 0.001}, "scratch": {"adamw": 1e-3, "sgd": 0.1}, "tiny": {"adamw": 1e-3, "sgd": 0.1}}
+RATES = {
+    "smollm2": {"adamw": 2e-4, "sgd": 3e-4},
+    "smollm2_8k": {"adamw": 2e-4, "sgd": 3e-4},
+    "scratch": {"adamw": 1e-3, "sgd": 0.03},
+    "tiny": {"adamw": 1e-3, "sgd": 0.1},
+}
 WARM_UP = 50  # steps, of a linear rise; the rate is constant afterwards
 BETAS, EPSILON, MOMENTUM = (0.9, 0.95), 1e-8, 0.9  # no weight decay: a row's change is that of its gradients alone
 POINT = 10  # steps of a point of the curve
@@ -64,20 +69,29 @@ def smollm2(gguf: pathlib.Path) -> tuple[language_model.Shape, dict[str, torch.T
     return shape, weights, AutoTokenizer.from_pretrained(**names)
 
 
+def tokens_of(text: str, tokenizer: Any) -> torch.Tensor:
+    """Ids of a text, whose pieces are tokenized at the same time."""
+    pieces = [text[start : start + 100_000] for start in range(0, len(text), 100_000)]
+    return torch.cat([torch.tensor(ids) for ids in tokenizer(pieces, add_special_tokens=False)["input_ids"]])
+
+
 def prepare(name: str, file: str, gguf: str) -> None:
     """Writes a model's shape, first weights, and sequences of ids (count, context + 1): `train` has exactly those of a run."""
-    if name == "smollm2":
+    if name.startswith("smollm2"):
         shape, body, tokenizer = smollm2(pathlib.Path(gguf))
         head = body["embedding.weight"].clone()
-        ids = [torch.tensor(tokenizer(text)["input_ids"]) for text in language_model.read_texts(8_000_000)]
+        texts = (
+            language_model.read_texts(48_000_000, packages=True) if name == "smollm2_8k" else language_model.read_texts(8_000_000)
+        )
+        ids = [tokens_of(text, tokenizer) for text in texts]
     else:
         shape = SHAPES[name]
         body = language_model.make_body(shape, "cpu", torch.float32).state_dict()
         head = language_model.make_head_weight(shape, "cpu", torch.float32)
         texts = language_model.read_texts(200_000 if name == "tiny" else 8_000_000)
         ids = [language_model.tokenize(text, shape.vocab, texts[0]) for text in texts]
-    prepared = {"shape": dataclasses.asdict(shape), "body": body, "head": head}
-    counts = {"train": STEPS[name] * SEQUENCES, "held_out": HELD_OUT[name] * SEQUENCES}
+    prepared = {"shape": dataclasses.asdict(shape), "body": body, "head": head, "sequences": SEQUENCES[name]}
+    counts = {"train": STEPS[name] * SEQUENCES[name], "held_out": HELD_OUT[name] * SEQUENCES[name]}
     for tokens, (split, count) in zip(ids, counts.items(), strict=True):
         sequences = language_model.sequences_of(tokens, shape.context)[:count].clone()
         if len(sequences) < count:
@@ -167,10 +181,10 @@ def load(file: str, device: str) -> tuple[Any, dict[str, Any]]:
     shape = language_model.Shape(**prepared["shape"])
     body = language_model.make_body(shape, device, torch.float32 if device == "cpu" else torch.bfloat16)
     if device != "cpu":
-        example = torch.zeros(SEQUENCES, shape.context, dtype=torch.int64, device=device)
+        example = torch.zeros(prepared["sequences"], shape.context, dtype=torch.int64, device=device)
         body = torch.cuda.make_graphed_callables(body, (example,))
     for split in ("train", "held_out"):
-        prepared[split] = prepared[split].to(device).unflatten(0, (-1, SEQUENCES))
+        prepared[split] = prepared[split].to(device).unflatten(0, (-1, prepared["sequences"]))
     return body, prepared
 
 
@@ -185,8 +199,8 @@ def train(name: str, address: str, folder: str, rows: str, device: str) -> dict[
     is_local = way in ("torch", "cce")
     head = LocalHead(way, first.clone(), kind) if is_local else RemoteHead(address, key, way, first, kind)
     seen = torch.bincount(prepared["train"][..., 1:].flatten(), minlength=len(first))
-    order = torch.randperm(STEPS[model] * SEQUENCES, generator=torch.Generator().manual_seed(int(seed)))
-    batches = prepared["train"].flatten(0, 1)[order.to(device)].unflatten(0, (-1, SEQUENCES))
+    order = torch.randperm(STEPS[model] * SEQUENCES[model], generator=torch.Generator().manual_seed(int(seed)))
+    batches = prepared["train"].flatten(0, 1)[order.to(device)].unflatten(0, (-1, SEQUENCES[model]))
     every = max(1, STEPS[model] // EVALUATIONS)
     curve, losses = [], []
     held_out = {0: held_out_losses(body, first, prepared["held_out"], seen)}
