@@ -6,6 +6,7 @@
 #include <utility>
 #include <variant>
 
+#include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/loss_options.h"
 #include "headwater/kernels/return_if_error.h"
@@ -103,8 +104,7 @@ absl::Status CheckTopK(const std::string& name, const LossTerm& term, const TopK
   HEADWATER_RETURN_IF_ERROR(CheckCount(name + ".top_k_teacher.ids", "entries", entries, static_cast<int64_t>(spec.ids.size())));
   HEADWATER_RETURN_IF_ERROR(
       CheckCount(name + ".top_k_teacher.log_probs", "entries", entries, static_cast<int64_t>(spec.log_probs.size())));
-  if (term.lse != nullptr || term.target_log_probability != nullptr || term.entropy != nullptr || term.argmax != nullptr ||
-      term.mean_logits != nullptr || term.log_sum_sq_probs != nullptr) {
+  if (WantsLogitOutputs(term)) {
     return BadCombination(name + ".top_k_teacher", "a term with a top-k teacher has no per-token output but token_loss");
   }
   return CheckTopKRows(name + ".top_k_teacher", "", spec, term.head->spec().transform.valid_vocab_size);
@@ -182,6 +182,12 @@ absl::Status CheckModes(const MicroBatch& micro_batch) {
 }
 
 }  // namespace
+
+bool WantsLogitOutputs(const LossTerm& term) {
+#define HEADWATER_IS_WANTED(name) || term.name != nullptr
+  return false HEADWATER_EACH(HEADWATER_IS_WANTED, HEADWATER_LOGIT_OUTPUTS);
+#undef HEADWATER_IS_WANTED
+}
 
 absl::Status CheckHeads(const MicroBatch& micro_batch, absl::FunctionRef<bool(const EngineHead&)> is_own) {
   for (size_t i = 0; i < micro_batch.terms.size(); ++i) {

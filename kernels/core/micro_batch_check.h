@@ -18,6 +18,9 @@ absl::Status CheckHeads(const MicroBatch& micro_batch, absl::FunctionRef<bool(co
 // weight once; changes nothing. `has_device`: whether tensors may lie in MemorySpace::kDevice.
 absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device);
 
+// Whether a term asks for a per-token output other than token_loss.
+bool WantsLogitOutputs(const LossTerm& term);
+
 // kFeatureNotBuilt if a term has a top-k teacher: for engines that have none; `engine` names it.
 absl::Status RefuseTopK(const MicroBatch& micro_batch, const std::string& engine);
 

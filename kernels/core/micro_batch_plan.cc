@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <variant>
 
+#include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
+#include "kernels/core/micro_batch_check.h"
 
 namespace headwater {
 namespace {
@@ -38,10 +41,8 @@ TermPlan MakeTermPlan(const LossTerm& term) {
   plan.wants_squares = term.log_sum_sq_probs != nullptr;
   plan.wants_total = term.mean_logits != nullptr;
   plan.wants_argmax = term.argmax != nullptr;
-  const bool has_logit_outputs = term.lse != nullptr || term.target_log_probability != nullptr || term.entropy != nullptr ||
-                                 plan.wants_squares || plan.wants_total || plan.wants_argmax;
-  plan.wants_cross_entropy = plan.hard_weight > 0 || has_logit_outputs;
-  plan.has_token_outputs = term.token_loss != nullptr || has_logit_outputs;
+  plan.wants_cross_entropy = plan.hard_weight > 0 || WantsLogitOutputs(term);
+  plan.has_token_outputs = term.token_loss != nullptr || WantsLogitOutputs(term);
   plan.non_finite.assign(static_cast<size_t>(term.row_count), 0);
   return plan;
 }
@@ -208,11 +209,11 @@ void BeginOutputs(MicroBatchPlan* plan) {
   for (TermPlan& term_plan : plan->terms) {
     const LossTerm& term = *term_plan.term;
     const size_t row_count = static_cast<size_t>(term.row_count);
-    for (float* output :
-         {term.token_loss, term.lse, term.target_log_probability, term.entropy, term.mean_logits, term.log_sum_sq_probs}) {
-      if (output != nullptr) std::fill_n(output, row_count, 0.0f);
-    }
-    if (term.argmax != nullptr) std::fill_n(term.argmax, row_count, -1);
+    if (term.token_loss != nullptr) std::fill_n(term.token_loss, row_count, 0.0f);
+#define HEADWATER_FILL_OUTPUT(name) \
+  if (term.name != nullptr) std::fill_n(term.name, row_count, static_cast<std::decay_t<decltype(*term.name)>>(RowReport().name));
+    HEADWATER_EACH(HEADWATER_FILL_OUTPUT, HEADWATER_LOGIT_OUTPUTS)
+#undef HEADWATER_FILL_OUTPUT
     LossSums sums;
     for (size_t row = 0; row < row_count; ++row) {
       if (IsIgnored(term, row)) continue;

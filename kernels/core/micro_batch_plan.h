@@ -9,10 +9,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "headwater/kernels/each_name.h"
 #include "headwater/kernels/engine.h"
 #include "kernels/core/head_base.h"
 #include "kernels/core/loss/cross_entropy_term.h"
@@ -142,14 +144,10 @@ inline void RecordRow(const ChunkRow& row, const RowReport& report, bool finite_
   const double loss = soft + hard + z_loss;
   if (plan->has_token_outputs) {
     if (out.token_loss != nullptr) out.token_loss[row.term_row] = static_cast<float>(loss);
-    if (out.lse != nullptr) out.lse[row.term_row] = static_cast<float>(report.lse);
-    if (out.target_log_probability != nullptr) {
-      out.target_log_probability[row.term_row] = static_cast<float>(report.target_log_probability);
-    }
-    if (out.entropy != nullptr) out.entropy[row.term_row] = static_cast<float>(report.entropy);
-    if (out.argmax != nullptr) out.argmax[row.term_row] = report.argmax;
-    if (out.mean_logits != nullptr) out.mean_logits[row.term_row] = static_cast<float>(report.mean_logit);
-    if (out.log_sum_sq_probs != nullptr) out.log_sum_sq_probs[row.term_row] = static_cast<float>(report.log_sum_sq_probs);
+#define HEADWATER_WRITE_OUTPUT(name) \
+  if (out.name != nullptr) out.name[row.term_row] = static_cast<std::decay_t<decltype(*out.name)>>(report.name);
+    HEADWATER_EACH(HEADWATER_WRITE_OUTPUT, HEADWATER_LOGIT_OUTPUTS)
+#undef HEADWATER_WRITE_OUTPUT
   }
   if (!row.has_gradient()) return;  // only its outputs were asked for
   if (row.token_weight != 0) {

@@ -198,7 +198,7 @@ void ShardRun::RecordRows(Work* work) {
     report.lse = state.loss.lse;
     report.target_log_probability = state.loss.target_log_probability;
     report.entropy = state.loss.entropy;
-    report.mean_logit = state.loss.mean_logit;
+    report.mean_logits = state.loss.mean_logits;
     report.log_sum_sq_probs = state.loss.log_sum_sq_probs;
     if (term.wants_argmax) report.argmax = static_cast<int32_t>(merged_stats_[index].best_column);
     const ChunkRow& row = work->rows[i];

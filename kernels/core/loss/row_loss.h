@@ -62,7 +62,7 @@ struct RowLoss {
   double target_log_probability = 0;  // 0 without a target
   double entropy = 0;                 // this and the next if asked for
   double log_sum_sq_probs = 0;
-  double mean_logit = 0;  // if asked for
+  double mean_logits = 0;  // if asked for
   // d(hard + z_loss)/dz_v = probability_factor * e^{z_v - max} - class_factor * class_weight_v for v != target.
   double max = 0;
   double probability_factor = 0;  // loss_mass * inverse_sum
@@ -130,15 +130,15 @@ HEADWATER_HOST_DEVICE inline double LogSumExp(const PieceStats& stats) {
   return stats.max == -kRowInfinity ? -kRowInfinity + stats.sum : stats.max + std::log(stats.sum);
 }
 
-// Entropy, log_sum_sq_probs and mean_logit: `all` has the statistics of all columns.
+// Entropy, log_sum_sq_probs and mean_logits: `all` has the statistics of all columns.
 HEADWATER_HOST_DEVICE inline void FinishDistribution(const PieceStats& all, int64_t valid_vocab_size, RowLoss* row) {
   const double log_sum = std::log1p(all.rest);
   row->entropy = log_sum - all.weighted / (1 + all.rest);
   row->log_sum_sq_probs = std::log1p(all.squares) - 2 * log_sum;
-  row->mean_logit = all.total / static_cast<double>(valid_vocab_size);
+  row->mean_logits = all.total / static_cast<double>(valid_vocab_size);
 }
 
-// `target` -1: no target; then only lse, entropy, log_sum_sq_probs and mean_logit are meaningful.
+// `target` -1: no target; then only lse, entropy, log_sum_sq_probs and mean_logits are meaningful.
 HEADWATER_HOST_DEVICE inline RowLoss FinishRow(const RowStats& stats, int64_t target, const CrossEntropyTerm& term) {
   const PieceStats& others = stats.others;
   RowLoss row;
@@ -184,7 +184,7 @@ HEADWATER_HOST_DEVICE inline RowLoss FinishRow(const RowStats& stats, int64_t ta
   const double distance = -all.weighted / (1 + all.rest);  // sum_v p_v (largest logit - z_v)
   row.mean_distance = distance - (all.max - row.max);
   row.target_entropy_gradient = target_probability == 0 ? 0.0 : target_probability * (all.max - z_y - distance);
-  if (std::isnan(loss)) row.entropy = row.log_sum_sq_probs = row.mean_logit = loss;
+  if (std::isnan(loss)) row.entropy = row.log_sum_sq_probs = row.mean_logits = loss;
 
   const double target_weight = term.ClassWeight(target);
   const double hard_mass = (1 - term.label_smoothing) * target_weight;

@@ -13,7 +13,7 @@ struct RowReport {
   double lse = 0;
   double target_log_probability = 0;
   double entropy = 0;
-  double mean_logit = 0;
+  double mean_logits = 0;
   double log_sum_sq_probs = 0;
   double gradient_bound = 0;  // of |d(objective)/d(logit)|, with all factors
   int32_t argmax = -1;

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads)
   report.lse = loss.lse;
   report.target_log_probability = loss.target_log_probability;
   report.entropy = loss.entropy;
-  report.mean_logit = loss.mean_logit;
+  report.mean_logits = loss.mean_logits;
   report.log_sum_sq_probs = loss.log_sum_sq_probs;
   report.argmax = static_cast<int32_t>(merged.best_column);
   if (has_gradient && gradient_factor != 0) {

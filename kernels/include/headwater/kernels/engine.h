@@ -156,7 +156,8 @@ struct LossTerm {
 // Names of a term's options, of its tensors and of its outputs, for codecs; the outputs in the order of headwater.v1.TokenOutput.
 #define HEADWATER_TERM_OPTIONS row_start, row_count, ignore_index, loss_scale, gradient_resolution
 #define HEADWATER_TERM_TENSORS targets, token_weights, entropy_factors, lse_factors
-#define HEADWATER_TOKEN_OUTPUTS token_loss, lse, target_log_probability, entropy, argmax, mean_logits, log_sum_sq_probs
+#define HEADWATER_TOKEN_OUTPUTS token_loss, HEADWATER_LOGIT_OUTPUTS
+#define HEADWATER_LOGIT_OUTPUTS lse, target_log_probability, entropy, argmax, mean_logits, log_sum_sq_probs
 
 // The destination of the weight's gradient.
 enum class GradWeightMode {
