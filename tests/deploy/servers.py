@@ -7,11 +7,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e/python"))
 
-import expectations
 import headwaterd
+from expectations import eventually as eventually
 
 Server, START_TIMEOUT_S = headwaterd.Server, headwaterd.START_TIMEOUT_S
-wait_until = expectations.eventually
 
 
 @contextlib.contextmanager

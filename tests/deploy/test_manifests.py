@@ -20,7 +20,7 @@ import manifests
 import pytest
 import yaml
 from headwater.v1 import head_service_pb2, head_service_pb2_grpc, tensor_pb2
-from servers import START_TIMEOUT_S, Server, program, running_server, wait_until
+from servers import START_TIMEOUT_S, Server, eventually, program, running_server
 
 import headwater
 
@@ -323,7 +323,7 @@ def test_a_server_with_these_flags_answers_these_probes_and_drains(name, tmp_pat
     with place.running():
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert ("exec" in pod.server[kind]) == (tls or name.startswith("sidecar"))
-            wait_until(functools.partial(place.passes, kind), f"the {kind} to pass")
+            eventually(functools.partial(place.passes, kind), f"the {kind} to pass")
         assert place.ask(f"--server=unix:{folder}/run/nobody", "--connect_timeout=100ms", "health").returncode != 0
         if tls:
             # Why the probes of base do not do: without TLS nothing is answered, and without a certificate neither.
@@ -382,7 +382,7 @@ def test_a_group_with_these_flags_serves_when_it_is_whole(name, tmp_path_factory
         for _ in range(2):
             process = workers.enter_context(subprocess.Popen([program("headwaterd"), *arguments], stderr=subprocess.DEVNULL))
             workers.callback(process.kill)
-        wait_until(lambda: place.passes("readinessProbe"), "the group to form")
+        eventually(lambda: place.passes("readinessProbe"), "the group to form")
 
 
 def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_factory):
@@ -404,11 +404,11 @@ def test_probes_tell_of_a_drain_and_of_a_process_that_stands_still(tmp_path_fact
         head = client.create_head("h", (8, 4), dtype="float32", trainable=False)
         with server.frozen():
             assert not place.passes("livenessProbe")
-        wait_until(lambda: place.passes("livenessProbe"), "it to go on")
+        eventually(lambda: place.passes("livenessProbe"), "it to go on")
         upload = head_service_pb2_grpc.HeadServiceStub(channel).UploadWeights(requests(), timeout=START_TIMEOUT_S)
         assert next(upload).WhichOneof("message") == "resume_offset_bytes"
         server.process.terminate()
-        wait_until(lambda: not place.passes("readinessProbe"), "it to be unready")
+        eventually(lambda: not place.passes("readinessProbe"), "it to be unready")
         assert server.process.poll() is None
         release.set()
         assert next(upload).head.state == head_service_pb2.HEAD_STATE_READY

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from servers import wait_until, write_program
+from servers import eventually, write_program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
@@ -85,7 +85,7 @@ class Checkout:
         """The example has begun, and continues until `go_on`."""
         self.example.write_text(WAITING)
         process = self.start()
-        wait_until(lambda: (self.output / "running").exists() or process.poll() is not None, "the example", TIMEOUT_S)
+        eventually(lambda: (self.output / "running").exists() or process.poll() is not None, "the example", TIMEOUT_S)
         assert process.poll() is None, process.stdout.read()
         return process
 

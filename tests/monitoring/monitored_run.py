@@ -17,7 +17,7 @@ import headwater
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "deploy"))
 
-from servers import Server, running_server, wait_until
+from servers import Server, eventually, running_server
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "monitoring" / "headwater.rules.yaml"
@@ -64,7 +64,7 @@ scrape_configs:
             with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/-/ready", timeout=10) as answer:
                 return answer.status == 200
 
-        wait_until(is_ready, "Prometheus")
+        eventually(is_ready, "Prometheus")
 
     def get(self, path: str, **parameters: object):
         """The `data` of an answer of its HTTP API."""

@@ -19,7 +19,7 @@ import headwater
 sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e/python"))
 
 from certificates import make_authority, make_signed
-from monitored_run import Server, running, wait_until
+from monitored_run import Server, eventually, running
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -43,7 +43,7 @@ def set_level(server: Server, level: str) -> None:
     before = changes()
     (server.directory / "new").write_text(level + "\n")
     (server.directory / "new").rename(server.directory / "level")
-    wait_until(lambda: changes() > before, level)
+    eventually(lambda: changes() > before, level)
 
 
 def ask(server: Server, request_id: str, *traceparents: str) -> dict[str, str]:
@@ -63,7 +63,7 @@ def test_level_and_ids(server):
     ask(server, "with-two", *[f"00-{TRACE_ID}-{PARENT_ID}-00"] * 2)
     own_id = ask(server, "no good id")["x-request-id"]
     assert own_id != "no good id"
-    wait_until(lambda: any(line.get("request_id") == own_id for line in lines(server)), "the last call's line")
+    eventually(lambda: any(line.get("request_id") == own_id for line in lines(server)), "the last call's line")
     set_level(server, "error")
     ask(server, "too-late")
     set_level(server, "debug")
@@ -91,9 +91,9 @@ def test_a_clients_calls_belong_to_its_trace(server):
         files = (server.directory / "traces").glob("*.json")
         return [json.loads(file.read_text())["otherData"] for file in files]
 
-    wait_until(lambda: len(traced()) >= 3, "three traces")
+    eventually(lambda: len(traced()) >= 3, "three traces")
     assert sorted(trace["method"] for trace in traced()) == ["CommitMicroBatch", "ComputeLoss", "ComputeLoss"]
-    wait_until(lambda: sum(line.get("method") == "CommitMicroBatch" for line in lines(server)), "the commit's line")
+    eventually(lambda: sum(line.get("method") == "CommitMicroBatch" for line in lines(server)), "the commit's line")
     calls = {line["request_id"]: line for line in lines(server) if line["event"] == "rpc"}
     assert {call["trace_id"] for call in calls.values() if call["method"] == "CreateHead"} == {TRACE_ID}
     for trace in traced():
@@ -131,7 +131,7 @@ def test_no_contents_of_tensors(server):
         with pytest.raises(headwater.InvalidArgumentError):
             head.cross_entropy(np.full((3, 4), needle, np.float32), np.array([1, 2, 7777]), micro_batch=1)
     ask(server, "the-end")
-    wait_until(lambda: any(line.get("request_id") == "the-end" for line in lines(server)), "the last call's line")
+    eventually(lambda: any(line.get("request_id") == "the-end" for line in lines(server)), "the last call's line")
     assert any(line.get("method") == "ComputeLoss" for line in lines(server))
     everything = server.log_text() + server.metrics_page()
     assert "48879.1" not in everything  # the digits before the point alone may be part of a time or an id
@@ -181,8 +181,8 @@ os._exit(0)
 def test_a_session_that_expires_is_a_warning_only_if_contributions_are_dropped(what, level, dropped):
     with running("--log_level=info") as server:
         subprocess.run([sys.executable, "-c", SILENT, server.address, "h", what], check=True, timeout=120)
-        wait_until(lambda: value(server, 'headwater_sessions_ended_total{how="expired"') == 1, "the end of the lease")
-        (line,) = wait_until(lambda: [line for line in lines(server) if line["event"] == "session_expired"], "its line")
+        eventually(lambda: value(server, 'headwater_sessions_ended_total{how="expired"') == 1, "the end of the lease")
+        (line,) = eventually(lambda: [line for line in lines(server) if line["event"] == "session_expired"], "its line")
         assert (line["level"], line["dropped_contributions"]) == (level, dropped)
         assert line["client"]
         assert value(server, 'headwater_session_discards_total{how="expired"') == dropped
@@ -257,17 +257,17 @@ def test_certificates_are_reported_at_the_start_and_when_they_change(tmp_path):
         (line,) = certificate_lines()
         assert (line["level"], line["client_certificates"]) == ("info", "required")
         swap(tmp_path, "new-one")
-        wait_until(lambda: days_left("server") > 19, "the new certificate")
+        eventually(lambda: days_left("server") > 19, "the new certificate")
         line = certificate_lines()[-1]
         assert line["event"] == "tls" and line["level"] == "info"
         stamp = time.strftime("%Y-%m-%d", time.gmtime(time.time() + days_left("server") * day))
         assert line["certificate_ends"].startswith(stamp)
         swap(tmp_path, "ended")
-        wait_until(lambda: days_left("server") < 0, "the certificate that has ended")
+        eventually(lambda: days_left("server") < 0, "the certificate that has ended")
         line = certificate_lines()[-1]
         assert (line["level"], line["message"]) == ("warning", "the certificate has ended: clients refuse it")
         (tmp_path / "server.key").write_text("no key")
-        wait_until(lambda: certificate_lines()[-1]["event"] == "tls_files_not_usable", "the key that is none")
+        eventually(lambda: certificate_lines()[-1]["event"] == "tls_files_not_usable", "the key that is none")
         assert certificate_lines()[-1]["level"] == "warning"
         assert f"tls_key: {tmp_path}/server.key" in certificate_lines()[-1]["message"]
         assert days_left("server") < 0
@@ -287,12 +287,12 @@ def test_strangers_handshakes_are_counted_and_fill_no_log(tmp_path):
                 with contextlib.suppress(ConnectionResetError):
                     stranger.recv(100)
         failures = "headwater_tls_handshake_failures_total"
-        wait_until(lambda: value(server, failures) >= strangers, "the last failure")
+        eventually(lambda: value(server, failures) >= strangers, "the last failure")
         seconds = time.monotonic() - start
         time.sleep(0.3)  # there is room for one more line, which says what is missing
         with socket.create_connection(("localhost", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            wait_until(lambda: value(server, failures) == strangers + 1, "the stranger")
+            eventually(lambda: value(server, failures) == strangers + 1, "the stranger")
         handshakes = [line for line in lines(server) if line["event"] == "tls_handshake_failed"]  # every line is JSON
         assert at_once <= len(handshakes) <= at_once + a_second * (seconds + 2)
         assert len(handshakes) + sum(line.get("lines_left_out", 0) for line in handshakes) == strangers + 1

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from monitored_run import ROOT, RULES, Prometheus, running, training, wait_until
+from monitored_run import ROOT, RULES, Prometheus, eventually, running, training
 
 MONITORING = ROOT / "deploy" / "monitoring"
 RULE_TESTS = Path(__file__).resolve().parent / "headwater.rules.test.yaml"
@@ -109,13 +109,13 @@ def test_a_real_prometheus_sees_a_real_run():
         # Conventions of names and units, of what is really served.
         assert promtool("check", "metrics", text=server.metrics_page()).strip() == ""
 
-        wait_until(lambda: steps() >= 4, "four steps")
+        eventually(lambda: steps() >= 4, "four steps")
         # The scrapes that succeed: one that comes later than the short interval allows, on a busy machine, is none.
-        wait_until(lambda: prometheus.query('sum(sum_over_time(up{job="headwater"}[1h])) >= 12'), "scrapes")
+        eventually(lambda: prometheus.query('sum(sum_over_time(up{job="headwater"}[1h])) >= 12'), "scrapes")
         steps()  # nothing has ended the training
         # A rate needs two scrapes after the first event.
         for phase in ("upload", "queue", "compute", "download", "commit"):
-            wait_until(lambda phase=phase: prometheus.query(f"rate(headwater_{phase}_seconds_count[20s]) > 0"), phase)
+            eventually(lambda phase=phase: prometheus.query(f"rate(headwater_{phase}_seconds_count[20s]) > 0"), phase)
 
         scraped = {re.sub(r"_(bucket|sum|count)$", "", name) for name in prometheus.get("label/__name__/values")}
         wanted = documented() | set(re.findall(r"- record: (\S+)", RULES.read_text()))
@@ -145,6 +145,6 @@ def test_a_real_prometheus_sees_a_real_run():
         def rules() -> list[dict]:
             return [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
 
-        wait_until(lambda: all(rule["health"] == "ok" for rule in rules()), "rules")
+        eventually(lambda: all(rule["health"] == "ok" for rule in rules()), "rules")
         assert len(rules()) == RULES.read_text().count("- record: ") + len(alert_names())
         assert prometheus.query('ALERTS{alertstate="firing"}') == []

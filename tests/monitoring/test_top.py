@@ -10,7 +10,7 @@ import subprocess
 import threading
 
 import pytest
-from monitored_run import Server, running, training, wait_until
+from monitored_run import Server, eventually, running, training
 from servers import program
 
 # The outcomes of a step of the training, and of two.
@@ -65,7 +65,7 @@ def pages(*answers: str, status: int = 200):
 
 def test_top_shows_a_real_run(server):
     with training(server.address) as steps:
-        wait_until(lambda: steps() >= 2, "two steps")
+        eventually(lambda: steps() >= 2, "two steps")
         metrics = f"127.0.0.1:{server.metrics_port()}"
 
         # On a busy machine a step may take long: the next look is over twice the time.
@@ -81,8 +81,8 @@ def test_top_shows_a_real_run(server):
             found = top(server, "--once", "--interval=1s", f"--metrics={metrics}")
             return found if found.returncode != 0 or "committed" in found.stdout else None
 
-        seen = wait_until(look_at_steps, "a look with all of two steps", timeout_s=300)
-        text = wait_until(look_at_commits, "a look with a micro-batch that was added", timeout_s=300)
+        seen = eventually(look_at_steps, "a look with all of two steps", timeout_s=300)
+        text = eventually(look_at_commits, "a look with a micro-batch that was added", timeout_s=300)
     assert seen["serving"] and seen["engine"] == "cpu" and seen["version"]
     assert seen["tokens_per_s"] > 0 and 0 < seen["busy"] <= 1 and 0 < seen["floor_utilization"]
     assert 0 < seen["chunk_fill"] <= 1
@@ -207,7 +207,7 @@ def test_on_a_terminal_a_look_replaces_the_last_one(server):
         return seen.count(b"\x1b[H") >= 3
 
     try:
-        wait_until(more, "three looks")
+        eventually(more, "three looks")
         assert process.poll() is None
         assert b"SERVING" in seen and b"\x1b[J" in seen
     finally:
