@@ -6,7 +6,6 @@
 #include <utility>
 #include <variant>
 
-#include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
 #include "headwater/kernels/loss_options.h"
 #include "headwater/kernels/return_if_error.h"
@@ -182,12 +181,6 @@ absl::Status CheckModes(const MicroBatch& micro_batch) {
 }
 
 }  // namespace
-
-bool WantsLogitOutputs(const LossTerm& term) {
-#define HEADWATER_IS_WANTED(name) || term.name != nullptr
-  return false HEADWATER_EACH(HEADWATER_IS_WANTED, HEADWATER_LOGIT_OUTPUTS);
-#undef HEADWATER_IS_WANTED
-}
 
 absl::Status CheckHeads(const MicroBatch& micro_batch, absl::FunctionRef<bool(const EngineHead&)> is_own) {
   for (size_t i = 0; i < micro_batch.terms.size(); ++i) {

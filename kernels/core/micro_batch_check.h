@@ -7,6 +7,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "headwater/kernels/each_name.h"
 #include "headwater/kernels/engine.h"
 
 namespace headwater {
@@ -19,7 +20,11 @@ absl::Status CheckHeads(const MicroBatch& micro_batch, absl::FunctionRef<bool(co
 absl::Status CheckMicroBatch(const MicroBatch& micro_batch, bool has_device);
 
 // Whether a term asks for a per-token output other than token_loss.
-bool WantsLogitOutputs(const LossTerm& term);
+inline bool WantsLogitOutputs(const LossTerm& term) {
+#define HEADWATER_IS_WANTED(name) || term.name != nullptr
+  return false HEADWATER_EACH(HEADWATER_IS_WANTED, HEADWATER_LOGIT_OUTPUTS);
+#undef HEADWATER_IS_WANTED
+}
 
 // kFeatureNotBuilt if a term has a top-k teacher: for engines that have none; `engine` names it.
 absl::Status RefuseTopK(const MicroBatch& micro_batch, const std::string& engine);

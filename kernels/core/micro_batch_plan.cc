@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <variant>
 
-#include "headwater/kernels/each_name.h"
 #include "headwater/kernels/error.h"
 #include "kernels/core/micro_batch_check.h"
 
@@ -208,14 +206,9 @@ absl::Status TakeSlots(MicroBatchPlan* plan) {
 void BeginOutputs(MicroBatchPlan* plan) {
   for (TermPlan& term_plan : plan->terms) {
     const LossTerm& term = *term_plan.term;
-    const size_t row_count = static_cast<size_t>(term.row_count);
-    if (term.token_loss != nullptr) std::fill_n(term.token_loss, row_count, 0.0f);
-#define HEADWATER_FILL_OUTPUT(name) \
-  if (term.name != nullptr) std::fill_n(term.name, row_count, static_cast<std::decay_t<decltype(*term.name)>>(RowReport().name));
-    HEADWATER_EACH(HEADWATER_FILL_OUTPUT, HEADWATER_LOGIT_OUTPUTS)
-#undef HEADWATER_FILL_OUTPUT
     LossSums sums;
-    for (size_t row = 0; row < row_count; ++row) {
+    for (size_t row = 0; row < static_cast<size_t>(term.row_count); ++row) {
+      if (term_plan.has_token_outputs) WriteOutputs(term, static_cast<int64_t>(row), 0, {});
       if (IsIgnored(term, row)) continue;
       const double weight = TokenWeight(term, row);
       sums.valid_token_count += 1;

@@ -133,22 +133,24 @@ int64_t FinalRowsAfter(const MicroBatchPlan& plan, size_t chunk);
 // Whether any chunk has a gradient.
 bool HasGradient(const MicroBatchPlan& plan);
 
+// Writes the per-token outputs of a term's row that were asked for.
+inline void WriteOutputs(const LossTerm& out, int64_t row, double loss, const RowReport& report) {
+  if (out.token_loss != nullptr) out.token_loss[row] = static_cast<float>(loss);
+#define HEADWATER_WRITE_OUTPUT(name) \
+  if (out.name != nullptr) out.name[row] = static_cast<std::decay_t<decltype(*out.name)>>(report.name);
+  HEADWATER_EACH(HEADWATER_WRITE_OUTPUT, HEADWATER_LOGIT_OUTPUTS)
+#undef HEADWATER_WRITE_OUTPUT
+}
+
 // Adds up a row and writes its outputs; rows of a term in increasing order. `finite_hidden`: the row of hidden states has neither a
 // NaN nor an infinity.
 inline void RecordRow(const ChunkRow& row, const RowReport& report, bool finite_hidden, TermPlan* plan) {
-  const LossTerm& out = *plan->term;
   // A weight of 0 wins over values that are not finite.
   const double soft = plan->soft_weight > 0 ? plan->soft_weight * report.soft : 0.0;
   const double hard = plan->hard_weight > 0 ? plan->hard_weight * report.hard : 0.0;
   const double z_loss = plan->hard_weight > 0 ? plan->hard_weight * report.z_loss : 0.0;
   const double loss = soft + hard + z_loss;
-  if (plan->has_token_outputs) {
-    if (out.token_loss != nullptr) out.token_loss[row.term_row] = static_cast<float>(loss);
-#define HEADWATER_WRITE_OUTPUT(name) \
-  if (out.name != nullptr) out.name[row.term_row] = static_cast<std::decay_t<decltype(*out.name)>>(report.name);
-    HEADWATER_EACH(HEADWATER_WRITE_OUTPUT, HEADWATER_LOGIT_OUTPUTS)
-#undef HEADWATER_WRITE_OUTPUT
-  }
+  if (plan->has_token_outputs) WriteOutputs(*plan->term, row.term_row, loss, report);
   if (!row.has_gradient()) return;  // only its outputs were asked for
   if (row.token_weight != 0) {
     plan->sums.soft_loss_sum += row.token_weight * soft;
