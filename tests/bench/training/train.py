@@ -76,13 +76,12 @@ def tokens_of(text: str, tokenizer: Any) -> torch.Tensor:
 
 
 def prepare(name: str, file: str, gguf: str) -> None:
-    """Writes a model's shape, first weights, and sequences of ids (count, context + 1): `train` has exactly those of a run."""
+    """Writes a model's shape, first weights, and micro-batches of ids (count, sequences, context + 1): `train` has a run's."""
     if name.startswith("smollm2"):
         shape, body, tokenizer = smollm2(pathlib.Path(gguf))
         head = body["embedding.weight"].clone()
-        texts = (
-            language_model.read_texts(48_000_000, packages=True) if name == "smollm2_8k" else language_model.read_texts(8_000_000)
-        )
+        is_long = name == "smollm2_8k"
+        texts = language_model.read_texts(48_000_000 if is_long else 8_000_000, packages=is_long)
         ids = [tokens_of(text, tokenizer) for text in texts]
     else:
         shape = SHAPES[name]
@@ -90,13 +89,13 @@ def prepare(name: str, file: str, gguf: str) -> None:
         head = language_model.make_head_weight(shape, "cpu", torch.float32)
         texts = language_model.read_texts(200_000 if name == "tiny" else 8_000_000)
         ids = [language_model.tokenize(text, shape.vocab, texts[0]) for text in texts]
-    prepared = {"shape": dataclasses.asdict(shape), "body": body, "head": head, "sequences": SEQUENCES[name]}
+    prepared = {"shape": dataclasses.asdict(shape), "body": body, "head": head}
     counts = {"train": STEPS[name] * SEQUENCES[name], "held_out": HELD_OUT[name] * SEQUENCES[name]}
     for tokens, (split, count) in zip(ids, counts.items(), strict=True):
         sequences = language_model.sequences_of(tokens, shape.context)[:count].clone()
         if len(sequences) < count:
             raise ValueError(f"{name}: the text has {len(sequences)} sequences, {count} are needed")
-        prepared[split] = sequences
+        prepared[split] = sequences.unflatten(0, (-1, SEQUENCES[name]))
     torch.save(prepared, file)
 
 
@@ -181,10 +180,10 @@ def load(file: str, device: str) -> tuple[Any, dict[str, Any]]:
     shape = language_model.Shape(**prepared["shape"])
     body = language_model.make_body(shape, device, torch.float32 if device == "cpu" else torch.bfloat16)
     if device != "cpu":
-        example = torch.zeros(prepared["sequences"], shape.context, dtype=torch.int64, device=device)
+        example = torch.zeros(prepared["train"].shape[1], shape.context, dtype=torch.int64, device=device)
         body = torch.cuda.make_graphed_callables(body, (example,))
     for split in ("train", "held_out"):
-        prepared[split] = prepared[split].to(device).unflatten(0, (-1, prepared["sequences"]))
+        prepared[split] = prepared[split].to(device)
     return body, prepared
 
 
@@ -199,8 +198,9 @@ def train(name: str, address: str, folder: str, rows: str, device: str) -> dict[
     is_local = way in ("torch", "cce")
     head = LocalHead(way, first.clone(), kind) if is_local else RemoteHead(address, key, way, first, kind)
     seen = torch.bincount(prepared["train"][..., 1:].flatten(), minlength=len(first))
-    order = torch.randperm(STEPS[model] * SEQUENCES[model], generator=torch.Generator().manual_seed(int(seed)))
-    batches = prepared["train"].flatten(0, 1)[order.to(device)].unflatten(0, (-1, SEQUENCES[model]))
+    sequences = prepared["train"].flatten(0, 1)
+    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(int(seed)))
+    batches = sequences[order.to(device)].view_as(prepared["train"])
     every = max(1, STEPS[model] // EVALUATIONS)
     curve, losses = [], []
     held_out = {0: held_out_losses(body, first, prepared["held_out"], seen)}
