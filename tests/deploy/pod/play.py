@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import copy
 import datetime
-import functools
 import json
 import os
 import signal
@@ -116,11 +115,15 @@ def made(document: dict[str, Any], folder: Path, trainer_arguments: list[str]) -
 
 
 def probe(container: dict[str, Any], kind: str) -> bool:
+    """Whether the probe passes; prints why it does not."""
     fields = container[kind]
     command = ["podman", "exec", podman_name(SIDECAR), *fields["exec"]["command"]]
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return run(*command, check=False, timeout_s=fields["timeoutSeconds"]).returncode == 0
-    return False
+    try:
+        run(*command, timeout_s=fields["timeoutSeconds"])
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        print(f"{kind}: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def start_sidecar(sidecar: dict[str, Any]) -> None:
@@ -188,11 +191,7 @@ def play(document: dict[str, Any], local: str, folder: Path, killed_in: int | No
             check_container(inspect(container["name"]), spec, container)
         if killed_in is not None:
             kill_sidecar(sidecar, killed_in)
-        # A kubelet kills no container for one failure, and podman on a busy machine may take longer than a probe may.
-        for kind in ("readinessProbe", "livenessProbe"):
-            fields = sidecar[kind]
-            bound_s = sidecar["livenessProbe"]["failureThreshold"] * fields["periodSeconds"]
-            await_condition(functools.partial(probe, sidecar, kind), f"the {kind} fails", bound_s, fields["periodSeconds"])
+        assert probe(sidecar, "readinessProbe") and probe(sidecar, "livenessProbe")
         assert wait(TRAINER) == 0
         run("podman", "kill", "--signal", "TERM", podman_name(SIDECAR))
         assert wait(SIDECAR, spec["terminationGracePeriodSeconds"]) == 0
