@@ -26,8 +26,8 @@ class DeviceCommunicator {
 
   // Device memory of the rank's own GPU. kEngineFailed once the group is broken.
 
-  // data[i] becomes the sum over the ranks' data[i], on every rank.
-  virtual absl::Status AllReduceSum(double* data, int64_t count, cudaStream_t stream) = 0;
+  // sums[i] becomes the sum over the ranks' data[i], on every rank; it may be `data`.
+  virtual absl::Status AllReduceSum(const double* data, double* sums, int64_t count, cudaStream_t stream) = 0;
   // Rank 0's data[i] becomes the sum over the ranks' data[i]; the other ranks' `data` stays.
   virtual absl::Status ReduceSum(float* data, int64_t count, cudaStream_t stream) = 0;
   // data [world_size][bytes], of which this rank has filled its own part, becomes all ranks' parts.

@@ -61,9 +61,9 @@ class NcclCommunicator final : public DeviceCommunicator {
                  &interrupted);
   }
 
-  absl::Status AllReduceSum(double* data, int64_t count, cudaStream_t stream) override {
+  absl::Status AllReduceSum(const double* data, double* sums, int64_t count, cudaStream_t stream) override {
     return Call("adding up over ranks",
-                [&] { return nccl_.AllReduce(data, data, static_cast<size_t>(count), ncclFloat64, ncclSum, comm_, stream); });
+                [&] { return nccl_.AllReduce(data, sums, static_cast<size_t>(count), ncclFloat64, ncclSum, comm_, stream); });
   }
   absl::Status ReduceSum(float* data, int64_t count, cudaStream_t stream) override {
     return Call("adding up over ranks",

@@ -9,7 +9,9 @@
 #include "kernels/core/optimizer_step.h"
 #include "kernels/cuda/computation/deferred_grad_weight.h"
 #include "kernels/cuda/computation/workspace.h"
+#include "kernels/cuda/device_group.h"
 #include "kernels/cuda/rows/parameters.h"
+#include "kernels/cuda/rows/reference_row.h"
 
 namespace headwater::cuda {
 namespace {
@@ -117,6 +119,7 @@ absl::Status CudaHead::Allocate() {
     for (DeviceMemory& slot : storage.staging) allocate((weights + biases) * 4, &slot);
     storage_.push_back(std::move(storage));
   }
+  if (HasReference(spec(), core_->group() != nullptr)) allocate(ReferenceBytes(spec().hidden_size), &reference_);
   return status;
 }
 
@@ -177,6 +180,32 @@ absl::Status CudaHead::MakeInt8Weights() {
   return absl::OkStatus();
 }
 
+ShardWeights CudaHead::reference() const {
+  const int64_t stride = PaddedWidth(spec().hidden_size);
+  ShardWeights row = shard_weights(0);
+  auto* const elements = reinterpret_cast<uint16_t*>(reference_.As<double>() + ReferenceElements(spec().hidden_size));
+  row.weight = elements;
+  row.bias = spec().has_bias ? elements + stride : nullptr;
+  row.vocab_start = 0;
+  row.columns = 1;
+  return row;
+}
+
+absl::Status CudaHead::MakeReference() {
+  if (reference_is_made_) return absl::OkStatus();
+  int64_t samples = 0;
+  for (int32_t rank = 0; rank < merged_shards(); ++rank) samples += ReferenceSamples(ValidRows(rank));
+  const int64_t count = ReferenceElements(spec().hidden_size);  // those behind the bias stay 0
+  double* const sums = reference_.As<double>();
+  constexpr char kWhat[] = "the reference row";
+  HEADWATER_RETURN_IF_ERROR(
+      core_->Check(LaunchSumReference(shard_weights(0), 1.0 / static_cast<double>(samples), sums, core_->stream()), kWhat));
+  HEADWATER_RETURN_IF_ERROR(group()->merges().AllReduceSum(sums, sums, count, core_->stream()));
+  HEADWATER_RETURN_IF_ERROR(core_->Check(LaunchRoundReference(sums, count, sums + count, core_->stream()), kWhat));
+  reference_is_made_ = true;
+  return absl::OkStatus();
+}
+
 WeightTarget CudaHead::accumulator(int32_t rank) const {
   const ShardStorage& storage = storage_[static_cast<size_t>(rank)];
   return {storage.grad_weight.As<float>(), storage.grad_bias.As<float>()};
@@ -215,7 +244,7 @@ absl::Status CudaHead::DoReadTensor(HeadTensor tensor, int64_t element_start, in
 absl::Status CudaHead::DoWriteTensor(HeadTensor tensor, int64_t element_start, int64_t element_count, const void* in) {
   HEADWATER_RETURN_IF_ERROR(CheckRange(tensor, element_start, element_count));
   WorkLock lock(*core_);
-  int8_is_made_ = false;
+  int8_is_made_ = reference_is_made_ = false;
   TensorCopy copy(*core_);
   const auto write = [&] {
     HEADWATER_RETURN_IF_ERROR(FlushGradient(tensor));
@@ -400,6 +429,7 @@ absl::Status CudaHead::UpdateParameters(const OptimizerStep& step, int32_t rank,
 absl::Status CudaHead::DoApplyOptimizer(const OptimizerStep& step) {
   HEADWATER_RETURN_IF_ERROR(CheckOptimizerStep(spec(), step));
   WorkLock lock(*core_);
+  reference_is_made_ = false;
   return core_->RunDecidedByShard([&](int32_t rank) {
     HEADWATER_RETURN_IF_ERROR(core_->deferred().FlushFor(*this));
     HEADWATER_RETURN_IF_ERROR(UpdateParameters(step, rank, /*is_weight=*/true));

@@ -87,6 +87,10 @@ class CudaHead final : public HeadBase {
   Int8Rows int8_weights(int32_t rank) const;
   const double* int8_means(int32_t rank) const { return storage_[static_cast<size_t>(rank)].int8_weight.As<double>(); }
   absl::Status MakeInt8Weights();
+  // In a group, of a bf16 head: the reference row (rows/reference_row.h) as a shard of one column, made by MakeReference(). That
+  // enqueues its sum over the ranks, unless the weights are as when it was last made. For the holder of the work lock.
+  ShardWeights reference() const;
+  absl::Status MakeReference();
   WeightTarget accumulator(int32_t rank) const;                          // null for a frozen head
   WeightTarget staging_slot(int32_t rank, int32_t slot) const;           // laid out as the accumulator
   const DeviceMemory& staging_memory(int32_t rank, int32_t slot) const;  // the whole slot
@@ -137,6 +141,8 @@ class CudaHead final : public HeadBase {
   std::vector<ShardStorage> storage_;
   bool gradient_known_ = true;
   bool int8_is_made_ = false;
+  DeviceMemory reference_;  // LaunchSumReference()'s sums, and the row and its bias in bf16
+  bool reference_is_made_ = false;
   mutable Zeros zeros_ = Zeros::kNone;
 };
 

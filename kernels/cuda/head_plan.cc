@@ -51,7 +51,7 @@ ChunkCost CostOf(const HeadSpec& spec, const Split& split, int64_t logit_bytes, 
   }
   // Statistics of each shard, and the uploads, reports and kept values of a row.
   row.Add(split.merged_shards, 192);
-  row.Add(1, 288);
+  row.Add(1, split.merged_shards > split.held_shards ? 304 : 288);
 
   Sum fixed;
   if (wide) fixed.Add(1, kPanelBytes);
@@ -124,6 +124,8 @@ HeadPlan PlanHeadOnCuda(const HeadSpec& spec, const EngineOptions& options) {
     const int64_t bytes = SaturatingMultiply(held_rows, (spec.hidden_size + 127) / 128 * 128 + 8);
     AddPlanItem("int8_weight", SaturatingAdd(bytes, int64_t{1024} * split.held_shards), &plan.memory);
   }
+  if (HasReference(spec, options.group.world_size > 1))
+    AddPlanItem("reference_row", ReferenceBytes(spec.hidden_size), &plan.memory);
   plan.own_bytes = plan.memory.total_bytes;
 
   const bool exact = options.token_chunk_rows > 0;

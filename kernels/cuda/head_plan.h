@@ -48,6 +48,14 @@ inline constexpr int64_t kLibraryBytes = int64_t{64} << 20;
 // Chunks are multiples of this many rows, where there are enough: the products' tiles.
 inline constexpr int64_t kRowGrain = 128;
 
+// A rank of a group has a reference row of a bf16 head, unless it is a replica. It comes with the sums that it is made of.
+inline bool HasReference(const HeadSpec& spec, bool in_group) {
+  return in_group && spec.parallelism == Parallelism::kVocabulary && spec.data_type == DataType::kBFloat16;
+}
+// Elements of either, the bias included: the row begins at a multiple of 16 bytes, as its products want it.
+constexpr int64_t ReferenceElements(int64_t hidden_size) { return hidden_size / 8 * 8 + 16; }
+constexpr int64_t ReferenceBytes(int64_t hidden_size) { return ReferenceElements(hidden_size) * (8 + 2); }
+
 struct HeadPlan {
   MemoryPlan memory;             // "workspace" is the engine's, shared by its heads
   std::vector<RowRange> shards;  // one for each of the engine's, or group's, shards, whatever its ranks hold; may be empty

@@ -40,6 +40,7 @@ struct Options {
   double z_loss;
   double loss_scale;
   int shards;
+  double offset = 0;  // of the exponentials, above the target's argument
 };
 constexpr Options kPlain{"plain", false, 1, 0, false, false, 0, 1, 1};
 constexpr Options kAllOptions[] = {
@@ -47,6 +48,8 @@ constexpr Options kAllOptions[] = {
     {"bias, class weights, z-loss, 2 shards", true, 1, 0, true, true, 1e-3, 0.125, 2},
     {"scale -0.5, 2 shards", false, -0.5, 0, false, true, 0, 3, 2},
     {"bias, scale 3, softcap 30, class weights, z-loss", true, 3, 30, true, true, 1e-3, 1, 1},
+    {"offset 9 above the target, z-loss, 2 shards", true, 1, 0, false, true, 1e-3, 1, 2, 9},
+    {"offset 14 below the target, softcap 30", false, 3, 30, false, true, 0, 1, 1, -14},
 };
 constexpr double kWeightStd = 3;
 
@@ -165,6 +168,12 @@ class Shape {
       LAB_CUDA(headwater::cuda::LaunchTargetArguments(hidden_.matrix(), shards.back(), device_targets_.get(), options.logit_scale,
                                                       arguments.get(), nullptr));
     }
+    LAB_CUDA(cudaDeviceSynchronize());
+    results.arguments = arguments.ToHost();
+    std::vector<double> moved = results.arguments;
+    for (double& argument : moved) argument += options.offset;
+    const DeviceArray<double> other_offsets(moved);
+    const double* const offsets = options.offset == 0 ? arguments.get() : other_offsets.get();
     for (int s = 0; s < options.shards; ++s) {
       const int64_t columns = shards[s].columns, e_stride = PaddedWidth(columns) + 8;
       const Stored exponentials(Element::kBFloat16, rows_, columns, e_stride);
@@ -173,7 +182,7 @@ class Shape {
       params.hidden = hidden_.matrix();
       params.shard = shards[s];
       params.targets = device_targets_.get();
-      params.target_arguments = arguments.get();
+      params.offsets = offsets;
       params.transform = transform;
       params.exponentials = exponentials.data();
       params.e_stride = e_stride;
@@ -195,11 +204,10 @@ class Shape {
     finish.loss_scale = options.loss_scale;
     finish.transform = transform;
     LAB_CUDA(headwater::cuda::LaunchFinishERows(
-        sums.get(), options.shards, arguments.get(),
+        sums.get(), options.shards, arguments.get(), offsets,
         {rows_, device_targets_.get(), options.token_weights ? token_weights.get() : nullptr}, finish, reports.get(),
         row_factor.get(), target_factor.get(), overflow.get(), /*dither=*/nullptr, nullptr));
     LAB_CUDA(cudaDeviceSynchronize());
-    results.arguments = arguments.ToHost();
     const std::vector<double> shard_sums = sums.ToHost();
     results.sums.assign(static_cast<size_t>(rows_), 0.0);
     for (size_t i = 0; i < shard_sums.size(); ++i) results.sums[i % static_cast<size_t>(rows_)] += shard_sums[i];
@@ -229,15 +237,18 @@ class Shape {
           derivatives[j] = 1 / (std::cosh(a / options.softcap) * std::cosh(a / options.softcap));
         }
       }
-      double sum = 0, largest = 0;
+      double offset = argument + options.offset;
+      if (options.softcap > 0) offset = options.softcap * std::tanh(offset / options.softcap);
+      const double own = std::exp(logits[y] - offset);
+      double scaled_sum = 0, largest = 0;
       for (int64_t j = 0; j < vocab_; ++j) {
         const double e = got.exponentials[i * vocab_ + j];
         if (j == y) {
           worst_target = Larger(worst_target, std::abs(e));
           continue;
         }
-        const double exponential = std::exp(logits[j] - logits[y]);
-        sum += exponential;
+        const double exponential = std::exp(logits[j] - offset);
+        scaled_sum += exponential;
         largest = std::max(largest, exponential);
         const double expected = exponential * derivatives[j];
         if (expected < 1e-36) continue;
@@ -247,7 +258,8 @@ class Shape {
         ++counted;
       }
       worst_argument = Larger(worst_argument, std::abs(got.arguments[i] - argument) / (1 + std::abs(argument)));
-      worst_sum = Larger(worst_sum, std::abs(got.sums[i] / sum - 1));
+      worst_sum = Larger(worst_sum, std::abs(got.sums[i] / scaled_sum - 1));
+      const double sum = scaled_sum / own;
       const double loss = std::log1p(sum), lse = logits[y] + loss, missing = sum / (1 + sum), weight = ClassWeight(options, y);
       const double z_slope = 2 * options.z_loss * lse;
       const RowReport& report = got.reports[i];
@@ -257,8 +269,8 @@ class Shape {
       worst_z = Larger(worst_z,
                        std::abs(report.z_loss - options.z_loss * lse * lse) / (1e-3 * (1 + std::abs(lse)) * (1 + std::abs(lse))));
       const double scale = options.loss_scale * TokenWeight(options, i) * options.logit_scale;
-      const double row_factor = scale * (weight + z_slope) / (1 + sum);
-      const double row_size = std::abs(scale) * (weight + std::abs(z_slope)) / (1 + sum) + 1e-30;
+      const double row_factor = scale * (weight + z_slope) / (own + scaled_sum);
+      const double row_size = std::abs(scale) * (weight + std::abs(z_slope)) / (own + scaled_sum) + 1e-30;
       worst_row_factor = Larger(worst_row_factor, std::abs(static_cast<double>(got.row_factor[i]) - row_factor) / row_size);
       const double target_factor = scale * (-weight * missing + z_slope * (1 - missing)) * derivatives[y];
       const double target_size = std::abs(scale) * (weight * missing + std::abs(z_slope) * (1 - missing)) * derivatives[y] + 1e-30;
@@ -322,7 +334,7 @@ void Time(int64_t rows, int64_t width, int64_t vocab) {
   params.hidden = x;
   params.shard = shard;
   params.targets = targets.get();
-  params.target_arguments = arguments.get();
+  params.offsets = arguments.get();
   params.exponentials = exponentials.get();
   params.e_stride = vocab;
   params.partial_sums = partial.get();
@@ -351,8 +363,9 @@ void Time(int64_t rows, int64_t width, int64_t vocab) {
        4 * r * tiles},
       {"finish rows",
        [&](cudaStream_t s) {
-         LAB_CUDA(headwater::cuda::LaunchFinishERows(sums.get(), 1, arguments.get(), {rows, targets.get(), nullptr}, finish,
-                                                     reports.get(), row_factor.get(), target_factor.get(), overflow.get(),
+         LAB_CUDA(headwater::cuda::LaunchFinishERows(sums.get(), 1, arguments.get(), arguments.get(),
+                                                     {rows, targets.get(), nullptr}, finish, reports.get(), row_factor.get(),
+                                                     target_factor.get(), overflow.get(),
                                                      /*dither=*/nullptr, s));
        },
        0, 100 * r},

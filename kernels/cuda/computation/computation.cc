@@ -376,6 +376,7 @@ ChunkRows Computation::RowsOf(const Work& work, const Slice& slice) const {
 absl::Status Computation::RunExponentials(Work* work) {
   const ProfileRange range("exponentials");
   TermBuffers& own = work->own;
+  if (group_ != nullptr) HEADWATER_RETURN_IF_ERROR(work->term->head->MakeReference());
   const int64_t sum_count = work->term->head->merged_shards() * work->rows;
   HEADWATER_RETURN_IF_ERROR(Check(cudaMemsetAsync(own.overflow, 0, sizeof(int32_t), stream_), "clearing a flag"));
   HEADWATER_RETURN_IF_ERROR(
@@ -434,6 +435,12 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
   const int32_t merged_shards = term.head->merged_shards();
   // [merged shards, rows of the slice], slice after slice.
   double* sums = own.sums + merged_shards * slice.first;
+  double* const offsets = own.offsets + slice.first;
+  if (group_ != nullptr) {
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchTargetArguments(Rows(work->hidden, slice.first, slice.count), term.head->reference(),
+                                                          /*targets=*/nullptr, term.finish.transform.logit_scale, offsets, stream_),
+                                    "the rows' offsets"));
+  }
   for (int32_t rank = 0; rank < term.head->shard_count(); ++rank) {
     EProductParams params;
     params.hidden = Rows(work->hidden, slice.first, slice.count);
@@ -441,7 +448,7 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
     if (params.shard.columns == 0) continue;
     const MutableMatrix matrix = MatrixOut(*work, slice, rank);
     params.targets = own.targets + slice.first;
-    params.target_arguments = own.target_arguments + slice.first;
+    params.offsets = offsets;
     params.transform = term.finish.transform;
     params.exponentials = matrix.data;
     params.e_stride = matrix.stride;
@@ -453,6 +460,7 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
   }
   if (finish != stream_) HEADWATER_RETURN_IF_ERROR(core_.Order(stream_, finish));
   HEADWATER_RETURN_IF_ERROR(Collect(sums, slice.count, finish));
+  HEADWATER_RETURN_IF_ERROR(MergeTargets(*work, slice, finish));
   if (term.plan->dithers) {
     HEADWATER_RETURN_IF_ERROR(Check(LaunchEResolutions(sums, merged_shards, slice.count, term.finish.gradient_resolution,
                                                        DitherRowsOf(*work, slice.first), finish),
@@ -460,12 +468,19 @@ absl::Status Computation::ComputeExponentials(Work* work, const Slice& slice, cu
   }
   // Several parts have one shard.
   HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& rows) {
-    return Check(LaunchFinishERows(sums + (rows.first - slice.first), merged_shards, own.target_arguments + rows.first,
-                                   RowsOf(*work, rows), part.term->finish, own.reports + rows.first, own.row_factor + rows.first,
-                                   own.target_factor + rows.first, own.overflow, DitherRowsOf(*work, rows.first), finish),
+    return Check(LaunchFinishERows(sums + (rows.first - slice.first), merged_shards, own.merged_arguments + rows.first,
+                                   own.offsets + rows.first, RowsOf(*work, rows), part.term->finish, own.reports + rows.first,
+                                   own.row_factor + rows.first, own.target_factor + rows.first, own.overflow,
+                                   DitherRowsOf(*work, rows.first), finish),
                  "the rows' losses");
   }));
   return Dither(work, slice);
+}
+
+absl::Status Computation::MergeTargets(const Work& work, const Slice& slice, cudaStream_t stream) {
+  if (group_ == nullptr) return absl::OkStatus();
+  return group_->merges().AllReduceSum(work.own.target_arguments + slice.first, work.own.merged_arguments + slice.first,
+                                       slice.count, stream);
 }
 
 DivergenceResolution Computation::ResolutionOf(const Work& work, const Slice& slice) {
@@ -656,9 +671,10 @@ absl::Status Computation::RunRows(Work* work, const Slice& slice) {
             "the rows' statistics"));
       }
       HEADWATER_RETURN_IF_ERROR(Collect(own.stats, slice.count, stream_));
+      HEADWATER_RETURN_IF_ERROR(MergeTargets(*work, slice, stream_));
       HEADWATER_RETURN_IF_ERROR(ForEachPart(*work, slice, [&](const Part& part, const Slice& of_part) {
         return Check(LaunchFinishRows(own.stats + (of_part.first - slice.first), merged_shards,
-                                      own.target_arguments + of_part.first, RowsOf(*work, of_part), part.term->finish,
+                                      own.merged_arguments + of_part.first, RowsOf(*work, of_part), part.term->finish,
                                       own.reports + of_part.first, own.coefficients + of_part.first, own.row_factor + of_part.first,
                                       own.target_factor + of_part.first, DitherRowsOf(*work, of_part.first), stream_),
                      "the rows' losses");

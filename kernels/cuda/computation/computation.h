@@ -282,6 +282,8 @@ class Computation {
     if (group_ == nullptr) return absl::OkStatus();
     return group_->merges().AllGather(statistics, count * static_cast<int64_t>(sizeof(T)), stream);
   }
+  // The targets' logits of all ranks: one has a row's target, and the others 0.
+  absl::Status MergeTargets(const Work& work, const Slice& slice, cudaStream_t stream);
   // Where a shard that is here has its own in them.
   template <typename T>
   T* OwnPart(T* statistics, int32_t index, int64_t count) const {

@@ -333,9 +333,7 @@ absl::Status Computation::PlaceSlice(Work* work, const Slice& slice) {
                                     term.finish.transform.logit_scale, own.target_arguments + slice.first, stream_),
               "the targets' logits"));
   }
-  if (group_ == nullptr) return absl::OkStatus();
-  // One rank has the target, and the others 0.
-  return group_->merges().AllReduceSum(own.target_arguments + slice.first, slice.count, stream_);
+  return absl::OkStatus();
 }
 
 absl::Status Computation::UploadTeacherRows(Work* work, const Slice& slice) {

@@ -270,6 +270,9 @@ TermBuffers LayOutTerm(const TermRun& term, int64_t rows, Workspace* workspace) 
     buffers.top_k_gradient = workspace->Take<float>(entries);
   }
   buffers.target_arguments = workspace->Take<double>(rows);
+  const bool in_group = term.head->group() != nullptr;
+  buffers.merged_arguments = in_group ? workspace->Take<double>(rows) : buffers.target_arguments;
+  buffers.offsets = in_group ? workspace->Take<double>(rows) : buffers.target_arguments;
   buffers.partial_sums = workspace->Take<float>(largest_partials);
   buffers.sums = workspace->Take<double>(merged_shards * rows);
   buffers.overflow = workspace->Take<int32_t>(1);

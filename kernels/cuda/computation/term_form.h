@@ -116,7 +116,9 @@ struct TermBuffers {
   double* top_k_logits = nullptr;
   float* top_k_gradient = nullptr;
 
-  double* target_arguments = nullptr;
+  double* target_arguments = nullptr;  // of the shards that are here: 0 where the target is in another
+  double* merged_arguments = nullptr;  // of all shards; without a group those
+  double* offsets = nullptr;           // of exponentials; without a group the targets'
   float* partial_sums = nullptr;
   double* sums = nullptr;  // [merged shards, rows]
   int32_t* overflow = nullptr;

@@ -10,6 +10,13 @@
 namespace headwater::cuda {
 namespace {
 
+// cap * tanh(a / cap), absolutely exact to 2^-52 cap, which is all that an offset needs; `a` if the cap is 0.
+__device__ __forceinline__ double Softcapped(double a, double cap) {
+  if (cap == 0) return a;
+  const double e = exp(-2.0 * fabs(a) / cap);
+  return copysign(cap * ((1.0 - e) / (1.0 + e)), a);
+}
+
 // The softmax's exponentials and sums of a tile of logits, which never leave the registers.
 //
 // With u = acc + bias: z = logit_scale * u, or softcap * tanh(logit_scale * u / softcap). Exponentials are taken in base 2 of
@@ -27,14 +34,14 @@ template <bool kWithBias, bool kWithSoftcap>
 struct EProductEpilogue {
   using Operands = sm90::Bf16Operands;
   struct Params {
-    const double* target_arguments;  // [m]
-    const int32_t* targets;          // [m], columns of the whole vocabulary
-    const __nv_bfloat16* bias;       // [n], at a multiple of 4 bytes; null without kWithBias
-    float* partial_sums;             // [column tiles, m] out
-    double softcap;                  // 0 without kWithSoftcap
-    double offset_factor;            // target's logit -> offset, with the rounded factor of the columns
-    float column_factor;             // u -> log2 units; with a softcap u -> 2 log2(e) * logit_scale / softcap
-    float softcap_log2;              // softcap log2(e); not read without kWithSoftcap
+    const double* offsets;      // [m]
+    const int32_t* targets;     // [m], columns of the whole vocabulary
+    const __nv_bfloat16* bias;  // [n], at a multiple of 4 bytes; null without kWithBias
+    float* partial_sums;        // [column tiles, m] out
+    double softcap;             // 0 without kWithSoftcap
+    double offset_factor;       // c_i -> log2 units, with the rounded factor of the columns
+    float column_factor;        // u -> log2 units; with a softcap u -> 2 log2(e) * logit_scale / softcap
+    float softcap_log2;         // softcap log2(e); not read without kWithSoftcap
     int32_t vocab_start;
   };
   struct Rows {
@@ -49,13 +56,8 @@ struct EProductEpilogue {
     for (int half = 0; half < 2; ++half) {
       const int32_t row = position.row + position.lane / 4 + 8 * half;
       const bool valid = row < position.m;
-      double logit = valid ? params.target_arguments[row] : 0.0;
-      if constexpr (kWithSoftcap) {
-        // tanh, absolutely exact to 2^-52, which is all that an offset needs.
-        const double e = exp(-2.0 * fabs(logit) / params.softcap);
-        logit = copysign(params.softcap * ((1.0 - e) / (1.0 + e)), logit);
-      }
-      const double offset = logit * params.offset_factor;
+      const double c = valid ? Softcapped(params.offsets[row], kWithSoftcap ? params.softcap : 0.0) : 0.0;
+      const double offset = c * params.offset_factor;
       rows.offset[half] = static_cast<float>(offset);
       rows.correction[half] = static_cast<float>((static_cast<double>(rows.offset[half]) - offset) * 0.6931471805599453);
       rows.target[half] = (valid ? params.targets[row] - params.vocab_start : -1) - position.column;
@@ -205,20 +207,22 @@ __global__ void __launch_bounds__(128)
 
 // One thread a row. Entropy and its kin and the argmax are not to be had from S, and are never asked for in this form.
 __global__ void __launch_bounds__(128)
-    FinishERowsKernel(const double* sums, int32_t shard_count, const double* target_arguments, const ChunkRows rows,
-                      const FinishOptions options, RowReport* reports, float* row_factor, float* target_factor, int32_t* overflow,
-                      DitherRow* dither) {
+    FinishERowsKernel(const double* sums, int32_t shard_count, const double* target_arguments, const double* offsets,
+                      const ChunkRows rows, const FinishOptions options, RowReport* reports, float* row_factor,
+                      float* target_factor, int32_t* overflow, DitherRow* dither) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * 128 + threadIdx.x;
   if (row >= rows.row_count) return;
   double sum = 0;
   for (int32_t shard = 0; shard < shard_count; ++shard) sum += sums[shard * rows.row_count + row];
   const double argument = target_arguments[row];
   const double softcap = options.transform.softcap;
-  if (!(sum <= kEFormLargestSum) || !isfinite(argument)) *overflow = 1;
-
   RowStats stats;
   stats.target_logit = softcap == 0 ? argument : softcap * tanh(argument / softcap);
-  stats.others = {stats.target_logit, sum, 0, 0, 0, 0, 0};
+  // The target's own offset is its logit to the last bit.
+  const double offset = offsets == target_arguments ? stats.target_logit : Softcapped(offsets[row], softcap);
+  stats.others = {offset, sum, 0, 0, 0, 0, 0};
+  const double total = sum + exp(stats.target_logit - offset);
+  if (!(total >= kEFormSmallestSum && total <= kEFormLargestSum) || !isfinite(argument)) *overflow = 1;
   const RowLoss loss = FinishRow(stats, rows.targets[row], options.cross_entropy.term);
 
   const row_factors::FactoredGradient factored = row_factors::FactoredGradientOf(loss, rows, options, row);
@@ -250,7 +254,7 @@ cudaError_t Launch(const EProductParams& params, cudaStream_t stream) {
   const ShardWeights& shard = params.shard;
   const Transform& transform = params.transform;
   typename Epilogue::Params epilogue{};
-  epilogue.target_arguments = params.target_arguments;
+  epilogue.offsets = params.offsets;
   epilogue.targets = params.targets;
   epilogue.bias = static_cast<const __nv_bfloat16*>(shard.bias);
   epilogue.partial_sums = params.partial_sums;
@@ -309,12 +313,12 @@ cudaError_t LaunchEResolutions(const double* sums, int32_t shard_count, int64_t 
   return cudaGetLastError();
 }
 
-cudaError_t LaunchFinishERows(const double* sums, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
-                              const FinishOptions& options, RowReport* reports, float* row_factor, float* target_factor,
-                              int32_t* overflow, DitherRow* dither, cudaStream_t stream) {
+cudaError_t LaunchFinishERows(const double* sums, int32_t shard_count, const double* target_arguments, const double* offsets,
+                              const ChunkRows& rows, const FinishOptions& options, RowReport* reports, float* row_factor,
+                              float* target_factor, int32_t* overflow, DitherRow* dither, cudaStream_t stream) {
   if (rows.row_count == 0) return cudaSuccess;
   FinishERowsKernel<<<static_cast<unsigned>((rows.row_count + 127) / 128), 128, 0, stream>>>(
-      sums, shard_count, target_arguments, rows, options, reports, row_factor, target_factor, overflow, dither);
+      sums, shard_count, target_arguments, offsets, rows, options, reports, row_factor, target_factor, overflow, dither);
   return cudaGetLastError();
 }
 

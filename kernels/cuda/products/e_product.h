@@ -2,10 +2,11 @@
 //
 //   E_ij = bf16(exp(z_ij - c_i)), 0 at the target; times dz/da of the softcap, if there is one
 //   S_i  = sum over j != y_i of exp(z_ij - c_i), fp32 partials per column tile, unrounded, without that factor
-// c_i is the target's logit z_{y_i}. Then loss = log1p(S), and M = E with row_factor = g / (1 + S), target_factor = -g S / (1 + S):
-// see row_passes.h. The form takes a bf16 cross entropy with a target in every row. It takes bias, logit scale, softcap, z-loss,
-// class and token weights, factors of the log-sum-exp, a temperature. It takes no smoothing, no entropy and its kin, no argmax.
-// sm_90 only.
+// c_i is any offset near the row's logits. It is the target's logit z_{y_i}, or on a rank of a group, which may lack the target,
+// the reference row's (rows/reference_row.h). With t = exp(z_{y_i} - c_i), loss = log1p(S / t), and M = E with row_factor = g / (t
+// + S), target_factor = -g S / (t + S): see row_passes.h. The form takes a bf16 cross entropy with a target in every row. It takes
+// bias, logit scale, softcap, z-loss, class and token weights, factors of the log-sum-exp, a temperature. It takes no smoothing, no
+// entropy and its kin, no argmax. sm_90 only.
 #ifndef HEADWATER_KERNELS_CUDA_PRODUCTS_E_PRODUCT_H_
 #define HEADWATER_KERNELS_CUDA_PRODUCTS_E_PRODUCT_H_
 
@@ -18,10 +19,10 @@ namespace headwater::cuda {
 int64_t EProductPartialCount(int64_t row_count, int64_t columns);
 
 struct EProductParams {
-  ConstMatrix hidden;                        // [row_count, stride] bf16
-  ShardWeights shard;                        // bf16
-  const int32_t* targets = nullptr;          // [row_count], columns of the whole vocabulary
-  const double* target_arguments = nullptr;  // [row_count], of all shards' targets
+  ConstMatrix hidden;                // [row_count, stride] bf16
+  ShardWeights shard;                // bf16
+  const int32_t* targets = nullptr;  // [row_count], columns of the whole vocabulary
+  const double* offsets = nullptr;   // [row_count] c_i, before the softcap
   Transform transform;
   void* exponentials = nullptr;   // [row_count, e_stride] bf16 out
   int64_t e_stride = 0;           // a multiple of 8, >= columns; columns up to it are written as 0 or left: never read
@@ -37,15 +38,16 @@ cudaError_t LaunchSumPartials(const float* partial_sums, int64_t row_count, int6
 cudaError_t LaunchEResolutions(const double* sums, int32_t shard_count, int64_t row_count, double resolution, DitherRow* rows,
                                cudaStream_t stream);
 
-// Rows whose largest logit is more than this above the target's cannot take the form; S shows them.
-inline constexpr double kEFormLargestSum = 1.1420073898156842e26;  // e^60
+// Rows whose largest logit is not in this range of c_i cannot take the form; t + S shows them.
+inline constexpr double kEFormSmallestSum = 4.248354255291589e-18;  // e^-40
+inline constexpr double kEFormLargestSum = 1.1420073898156842e26;   // e^60
 
-// sums [shard_count, row_count]. Writes reports, row_factor and target_factor. Sets *overflow = 1 if a sum is over kEFormLargestSum
-// or not finite, or a target's logit is not finite, and leaves it alone otherwise. The chunk must then be computed by the R form.
-// With a resolution `dither` [row_count] is completed.
-cudaError_t LaunchFinishERows(const double* sums, int32_t shard_count, const double* target_arguments, const ChunkRows& rows,
-                              const FinishOptions& options, RowReport* reports, float* row_factor, float* target_factor,
-                              int32_t* overflow, DitherRow* dither, cudaStream_t stream);
+// sums [shard_count, row_count]; the targets' arguments, of all shards', and the offsets [row_count]. Writes reports, row_factor
+// and target_factor. Sets *overflow = 1 if a row's t + S is out of range or not finite, and leaves it alone otherwise. The chunk
+// must then be computed by the R form. With a resolution `dither` [row_count] is completed.
+cudaError_t LaunchFinishERows(const double* sums, int32_t shard_count, const double* target_arguments, const double* offsets,
+                              const ChunkRows& rows, const FinishOptions& options, RowReport* reports, float* row_factor,
+                              float* target_factor, int32_t* overflow, DitherRow* dither, cudaStream_t stream);
 
 }  // namespace headwater::cuda
 

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * kRowsPerBlock)
   using Sum = SumOf<X, W>;
   const int64_t row = WarpRow();
   if (row >= row_count) return;
-  const int64_t weight_row = weights.RowOf(targets[row]);
+  const int64_t weight_row = targets == nullptr ? 0 : weights.RowOf(targets[row]);
   if (weight_row < 0) return;
   const X* x = hidden[row];
   const W* w = weights.rows[weight_row];

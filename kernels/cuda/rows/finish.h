@@ -7,9 +7,10 @@
 
 namespace headwater::cuda {
 
-// arguments[i] = logit_scale * (`hidden_i . w_y` + bias_y) for the rows whose target lies in this shard. Other rows are left alone
-// (the caller sets them to 0 before the first shard). Computed by an fp32 dot with 8 partial sums a lane (fp64 if hidden is
-// kFloat32) outside the tensor cores, whose accumulation truncates. That bias would be the relative loss error of a confident row.
+// arguments[i] = logit_scale * (`hidden_i . w_y` + bias_y) for the rows whose target lies in this shard; `targets` null: y is the
+// shard's first column in all rows. Other rows are left alone (the caller sets them to 0 before the first shard). Computed by an
+// fp32 dot with 8 partial sums a lane (fp64 if hidden is kFloat32) outside the tensor cores, whose accumulation truncates. That
+// bias would be the relative loss error of a confident row.
 cudaError_t LaunchTargetArguments(const ConstMatrix& hidden, const ShardWeights& shard, const int32_t* targets, double logit_scale,
                                   double* arguments, cudaStream_t stream);
 

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -219,7 +220,7 @@ TEST_P(CudaGroupTest, FewerClassesThanRanks) {
   }
 }
 
-// A problem of many rows on the group, against one GPU, which other tests compare with fp64.
+// A problem of many rows on the group, against one GPU; a cross entropy's gradients are as near to fp64 as that one's.
 void ExpectAgreesWithOneGpu(LossEngine& group, bool jsd, int64_t rows, int64_t vocab_size, int64_t teacher_vocab_size = 0) {
   SCOPED_TRACE(std::string(jsd ? "divergence, " : "cross entropy, ") + std::to_string(rows) + " x " + std::to_string(vocab_size) +
                ", " + std::to_string(teacher_vocab_size));
@@ -230,9 +231,22 @@ void ExpectAgreesWithOneGpu(LossEngine& group, bool jsd, int64_t rows, int64_t v
   const Outcome alone = RunOnce(problem, PlainOptions(), kPlain);
   const double loss = alone.terms[0].sums.loss_sum;
   EXPECT_NEAR(together.terms[0].sums.loss_sum, loss, 1e-5 * std::abs(loss));
-  // bf16's rounding falls the other way here and there; in a divergence everywhere, since one GPU alone has a kernel of its own.
-  EXPECT_LE(RelativeDifference(together.grad_hidden, alone.grad_hidden), jsd ? 5e-3 : 1e-3);
-  EXPECT_LE(RelativeDifference(together.gradients[0].weight, alone.gradients[0].weight), jsd ? 5e-3 : 1e-4);
+  // Rounding to bf16 falls otherwise: one GPU has other offsets of exponentials, and its own kernel for divergences.
+  if (jsd) {
+    EXPECT_LE(RelativeDifference(together.grad_hidden, alone.grad_hidden), 5e-3);
+    EXPECT_LE(RelativeDifference(together.gradients[0].weight, alone.gradients[0].weight), 5e-3);
+    return;
+  }
+  // The reference takes longer than the engines: all groups share its results.
+  static std::map<std::pair<int64_t, int64_t>, Expected> solved;
+  auto found = solved.find({rows, vocab_size});
+  if (found == solved.end()) found = solved.emplace(std::pair(rows, vocab_size), ComputeExpected(problem)).first;
+  const auto errors = [&exact = found->second](const Outcome& of) {
+    return std::pair(RelativeDifference(of.grad_hidden, exact.result.grad_hidden.data),
+                     RelativeDifference(of.gradients[0].weight, exact.gradient(0).weight.data));
+  };
+  EXPECT_LE(errors(together).first, 1.05 * errors(alone).first);
+  EXPECT_LE(errors(together).second, 1.05 * errors(alone).second);
 }
 
 // Rows come and leave in slices beside the products. There are few columns, so many that their gradient is two products, and more

@@ -65,8 +65,8 @@ void CheckStatus(const absl::Status& status, const char* what);
 std::vector<float> ReadFloats(const EngineHead& head, HeadTensor tensor);
 
 // In the l2 norm, of `actual` from `factor` times `expected`; NaN if anything is not finite.
-template <typename Values>
-double RelativeDifference(const Values& actual, const Values& expected, double factor = 1) {
+template <typename Actual, typename Expected>
+double RelativeDifference(const Actual& actual, const Expected& expected, double factor = 1) {
   double difference = 0, norm = 0;
   for (size_t i = 0; i < expected.size(); ++i) {
     const double value = factor * static_cast<double>(expected[i]), delta = static_cast<double>(actual[i]) - value;
