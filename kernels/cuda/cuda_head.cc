@@ -115,11 +115,11 @@ absl::Status CudaHead::Allocate() {
       allocate(state_weights * 4, &storage.moment2_weight);
       allocate(state_biases * 4, &storage.moment2_bias);
     }
+    if (HasReference(spec(), core_->group() != nullptr)) allocate(ReferenceBytes(spec().hidden_size), &storage.reference);
     storage.staging.resize(static_cast<size_t>(spec().staging_slots));
     for (DeviceMemory& slot : storage.staging) allocate((weights + biases) * 4, &slot);
     storage_.push_back(std::move(storage));
   }
-  if (HasReference(spec(), core_->group() != nullptr)) allocate(ReferenceBytes(spec().hidden_size), &reference_);
   return status;
 }
 
@@ -183,7 +183,8 @@ absl::Status CudaHead::MakeInt8Weights() {
 ShardWeights CudaHead::reference() const {
   const int64_t stride = PaddedWidth(spec().hidden_size);
   ShardWeights row = shard_weights(0);
-  auto* const elements = reinterpret_cast<uint16_t*>(reference_.As<double>() + ReferenceElements(spec().hidden_size));
+  auto* const elements =
+      reinterpret_cast<uint16_t*>(storage_.front().reference.As<double>() + ReferenceElements(spec().hidden_size));
   row.weight = elements;
   row.bias = spec().has_bias ? elements + stride : nullptr;
   row.vocab_start = 0;
@@ -196,7 +197,7 @@ absl::Status CudaHead::MakeReference() {
   int64_t samples = 0;
   for (int32_t rank = 0; rank < merged_shards(); ++rank) samples += ReferenceSamples(ValidRows(rank));
   const int64_t count = ReferenceElements(spec().hidden_size);  // those behind the bias stay 0
-  double* const sums = reference_.As<double>();
+  double* const sums = storage_.front().reference.As<double>();
   constexpr char kWhat[] = "the reference row";
   HEADWATER_RETURN_IF_ERROR(
       core_->Check(LaunchSumReference(shard_weights(0), 1.0 / static_cast<double>(samples), sums, core_->stream()), kWhat));

@@ -49,6 +49,7 @@ struct ShardStorage {
   DeviceMemory moment1_bias;
   DeviceMemory moment2_weight;
   DeviceMemory moment2_bias;
+  DeviceMemory reference;             // on a rank: LaunchSumReference()'s sums, and the row and its bias in bf16
   std::vector<DeviceMemory> staging;  // by slot: [rows, padded] + [rows] (with a bias) fp32
 };
 
@@ -141,7 +142,6 @@ class CudaHead final : public HeadBase {
   std::vector<ShardStorage> storage_;
   bool gradient_known_ = true;
   bool int8_is_made_ = false;
-  DeviceMemory reference_;  // LaunchSumReference()'s sums, and the row and its bias in bf16
   bool reference_is_made_ = false;
   mutable Zeros zeros_ = Zeros::kNone;
 };

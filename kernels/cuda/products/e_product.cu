@@ -216,13 +216,13 @@ __global__ void __launch_bounds__(128)
   for (int32_t shard = 0; shard < shard_count; ++shard) sum += sums[shard * rows.row_count + row];
   const double argument = target_arguments[row];
   const double softcap = options.transform.softcap;
+  if (!(sum <= kEFormLargestSum) || !isfinite(argument)) *overflow = 1;
+
   RowStats stats;
   stats.target_logit = softcap == 0 ? argument : softcap * tanh(argument / softcap);
   // The target's own offset is its logit to the last bit.
   const double offset = offsets == target_arguments ? stats.target_logit : Softcapped(offsets[row], softcap);
   stats.others = {offset, sum, 0, 0, 0, 0, 0};
-  const double total = sum + exp(stats.target_logit - offset);
-  if (!(total >= kEFormSmallestSum && total <= kEFormLargestSum) || !isfinite(argument)) *overflow = 1;
   const RowLoss loss = FinishRow(stats, rows.targets[row], options.cross_entropy.term);
 
   const row_factors::FactoredGradient factored = row_factors::FactoredGradientOf(loss, rows, options, row);

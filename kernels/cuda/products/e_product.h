@@ -38,13 +38,13 @@ cudaError_t LaunchSumPartials(const float* partial_sums, int64_t row_count, int6
 cudaError_t LaunchEResolutions(const double* sums, int32_t shard_count, int64_t row_count, double resolution, DitherRow* rows,
                                cudaStream_t stream);
 
-// Rows whose largest logit is not in this range of c_i cannot take the form; t + S shows them.
-inline constexpr double kEFormSmallestSum = 4.248354255291589e-18;  // e^-40
-inline constexpr double kEFormLargestSum = 1.1420073898156842e26;   // e^60
+// Rows whose largest logit, the target's aside, is more than this above c_i cannot take the form; S shows them.
+inline constexpr double kEFormLargestSum = 1.1420073898156842e26;  // e^60
 
 // sums [shard_count, row_count]; the targets' arguments, of all shards', and the offsets [row_count]. Writes reports, row_factor
-// and target_factor. Sets *overflow = 1 if a row's t + S is out of range or not finite, and leaves it alone otherwise. The chunk
-// must then be computed by the R form. With a resolution `dither` [row_count] is completed.
+// and target_factor. Sets *overflow = 1 if a sum is over kEFormLargestSum or not finite, or a target's logit is not finite, and
+// leaves it alone otherwise. All ranks have these alike, whatever each has read as its rows, so all decide alike. The chunk must
+// then be computed by the R form. With a resolution `dither` [row_count] is completed.
 cudaError_t LaunchFinishERows(const double* sums, int32_t shard_count, const double* target_arguments, const double* offsets,
                               const ChunkRows& rows, const FinishOptions& options, RowReport* reports, float* row_factor,
                               float* target_factor, int32_t* overflow, DitherRow* dither, cudaStream_t stream);

@@ -7,6 +7,7 @@ namespace headwater::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr float kLargestBias = 100.0f;  // larger ones mask ids, and say nothing of where the others' logits are
 
 unsigned BlocksOf(int64_t elements) { return static_cast<unsigned>((elements + kThreads - 1) / kThreads); }
 
@@ -23,7 +24,7 @@ __global__ void __launch_bounds__(kThreads)
     if (element < stride) {
       sum += static_cast<double>(__bfloat162float(weight[column * stride + element]));
     } else if (bias != nullptr) {
-      sum += static_cast<double>(__bfloat162float(bias[column]));
+      sum += static_cast<double>(fminf(fmaxf(__bfloat162float(bias[column]), -kLargestBias), kLargestBias));
     }
   }
   sums[element] = factor * sum;

@@ -165,7 +165,7 @@ struct VocabShard {
 // A head's memory by purpose. Filled in by LossEngine::PlanHead() without allocating.
 struct MemoryPlan {
   struct Item {
-    // weight, bias, int8_weight, grad_weight, grad_bias, master_weight, optimizer_state, staging or workspace
+    // weight, bias, int8_weight, reference_row, grad_weight, grad_bias, master_weight, optimizer_state, staging or workspace
     std::string purpose;
     int64_t bytes = 0;  // over all shards
   };
