@@ -12,9 +12,9 @@
 // In a group of GPUs each rank does this with its own shard, all in the same order. The ranks agree before on how rows are cut. The
 // ranks meet for the targets' logits, for a teacher's logits that are cut at other columns than the student's, and for the rows'
 // statistics. They also meet where grad_hidden is added up on rank 0, which alone has the results that leave. In the exponential
-// form the statistics travel beside the grad_hidden product. In a divergence those of half of the rows travel beside the other
-// half's pass. In any form grad_hidden travels beside the first half of the product of grad_weight. Their errors are the same on
-// all ranks, or break the group. With heads that the rank has in full, ranks do not meet.
+// form statistics and targets travel beside the grad_hidden product. In a divergence statistics of half of the rows travel beside
+// the other half's pass. In any form grad_hidden travels beside the first half of the product of grad_weight. Their errors are the
+// same on all ranks, or break the group. With heads that the rank has in full, ranks do not meet.
 //
 // Large parts in the exponential form go slice by slice as far as grad_hidden. While one slice is computed, the next one's rows
 // come in, and the previous gradient leaves, on streams of their own. Their grad_weight is one product over all slices. So with a

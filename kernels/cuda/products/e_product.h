@@ -3,10 +3,10 @@
 //   E_ij = bf16(exp(z_ij - c_i)), 0 at the target; times dz/da of the softcap, if there is one
 //   S_i  = sum over j != y_i of exp(z_ij - c_i), fp32 partials per column tile, unrounded, without that factor
 // c_i is any offset near the row's logits. It is the target's logit z_{y_i}, or on a rank of a group, which may lack the target,
-// the reference row's (rows/reference_row.h). With t = exp(z_{y_i} - c_i), loss = log1p(S / t), and M = E with row_factor = g / (t
-// + S), target_factor = -g S / (t + S): see row_passes.h. The form takes a bf16 cross entropy with a target in every row. It takes
-// bias, logit scale, softcap, z-loss, class and token weights, factors of the log-sum-exp, a temperature. It takes no smoothing, no
-// entropy and its kin, no argmax. sm_90 only.
+// the reference row's (rows/reference_row.h). Let t = exp(z_{y_i} - c_i). Then
+//   loss = log1p(S / t), and M = E with row_factor = g / (t + S), target_factor = -g S / (t + S): see row_passes.h.
+// The form takes a bf16 cross entropy with a target in every row. It takes bias, logit scale, softcap, z-loss, class and token
+// weights, factors of the log-sum-exp, a temperature. It takes no smoothing, no entropy and its kin, no argmax. sm_90 only.
 #ifndef HEADWATER_KERNELS_CUDA_PRODUCTS_E_PRODUCT_H_
 #define HEADWATER_KERNELS_CUDA_PRODUCTS_E_PRODUCT_H_
 

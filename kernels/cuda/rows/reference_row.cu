@@ -1,10 +1,14 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include "kernels/cuda/device/elements.cuh"
 #include "kernels/cuda/rows/reference_row.h"
 
 namespace headwater::cuda {
 namespace {
+
+using elements::Rounded;
+using elements::ValueOf;
 
 constexpr int kThreads = 128;
 constexpr float kLargestBias = 100.0f;  // larger ones mask ids, and say nothing of where the others' logits are
@@ -22,9 +26,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t sample = 0; sample < samples; ++sample) {
     const int64_t column = sample * columns / samples;
     if (element < stride) {
-      sum += static_cast<double>(__bfloat162float(weight[column * stride + element]));
+      sum += ValueOf<double>(weight[column * stride + element]);
     } else if (bias != nullptr) {
-      sum += static_cast<double>(fminf(fmaxf(__bfloat162float(bias[column]), -kLargestBias), kLargestBias));
+      sum += static_cast<double>(fminf(fmaxf(ValueOf<float>(bias[column]), -kLargestBias), kLargestBias));
     }
   }
   sums[element] = factor * sum;
@@ -32,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads) RoundReferenceKernel(const double* sums, int64_t count, __nv_bfloat16* out) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < count) out[i] = __float2bfloat16(static_cast<float>(sums[i]));
+  if (i < count) out[i] = Rounded<__nv_bfloat16>(static_cast<float>(sums[i]));
 }
 
 }  // namespace

@@ -245,8 +245,10 @@ void ExpectAgreesWithOneGpu(LossEngine& group, bool jsd, int64_t rows, int64_t v
     return std::pair(RelativeDifference(of.grad_hidden, exact.result.grad_hidden.data),
                      RelativeDifference(of.gradients[0].weight, exact.gradient(0).weight.data));
   };
-  EXPECT_LE(errors(together).first, 1.05 * errors(alone).first);
-  EXPECT_LE(errors(together).second, 1.05 * errors(alone).second);
+  const auto [hidden, weight] = errors(together);
+  const auto [hidden_alone, weight_alone] = errors(alone);
+  EXPECT_LE(hidden, 1.05 * hidden_alone);
+  EXPECT_LE(weight, 1.05 * weight_alone);
 }
 
 // Rows come and leave in slices beside the products. There are few columns, so many that their gradient is two products, and more
