@@ -97,6 +97,19 @@ absl::Status EngineCore::Open() {
   absl::StatusOr<std::unique_ptr<DeviceGroup>> group = DeviceGroup::Join(options_.group);
   if (!group.ok()) return group.status();
   group_ = *std::move(group);
+  return CheckAlike();
+}
+
+absl::Status EngineCore::CheckAlike() const {
+  const absl::StatusOr<Exchanged> ranks = group_->Exchange(/*can_go_on=*/true, {hopper_ ? 1.0 : 0.0});
+  if (!ranks.ok()) return ranks.status();
+  for (const std::vector<double>& rank : ranks->values) {
+    if (rank != ranks->values.front()) {
+      return MakeError(ErrorReason::kInvalidCombination,
+                       "the ranks of a group must all use kernels for Hopper GPUs, or none; rank " +
+                           std::to_string(group_->rank()) + ", an " + device_model_ + ", does" + (hopper_ ? "" : " not"));
+    }
+  }
   return absl::OkStatus();
 }
 

@@ -141,6 +141,8 @@ class EngineCore {
   };
   explicit EngineCore(EngineOptions options);
   absl::Status Open();
+  // kInvalidCombination on all ranks of a group whose GPUs are not alike: they would compute by different forms.
+  absl::Status CheckAlike() const;
   absl::Status SynchronizeAll(std::initializer_list<cudaStream_t> streams, const char* what);
   absl::Status ResizeWorkspace(int64_t bytes);
   absl::Status CallProbe(ShardPhase phase, int32_t rank) const;

@@ -10,12 +10,6 @@
 namespace headwater::cuda {
 namespace {
 
-// cap * tanh(a / cap), absolutely exact to 2^-52 cap, which is all that an offset needs; `a` if the cap is 0.
-__device__ __forceinline__ double Softcapped(double a, double cap) {
-  if (cap == 0) return a;
-  const double e = exp(-2.0 * fabs(a) / cap);
-  return copysign(cap * ((1.0 - e) / (1.0 + e)), a);
-}
 
 // The softmax's exponentials and sums of a tile of logits, which never leave the registers.
 //
@@ -56,7 +50,12 @@ struct EProductEpilogue {
     for (int half = 0; half < 2; ++half) {
       const int32_t row = position.row + position.lane / 4 + 8 * half;
       const bool valid = row < position.m;
-      const double c = valid ? Softcapped(params.offsets[row], kWithSoftcap ? params.softcap : 0.0) : 0.0;
+      double c = valid ? params.offsets[row] : 0.0;
+      if constexpr (kWithSoftcap) {
+        // cap * tanh(c / cap), absolutely exact to 2^-52 cap, which is all that an offset needs.
+        const double e = exp(-2.0 * fabs(c) / params.softcap);
+        c = copysign(params.softcap * ((1.0 - e) / (1.0 + e)), c);
+      }
       const double offset = c * params.offset_factor;
       rows.offset[half] = static_cast<float>(offset);
       rows.correction[half] = static_cast<float>((static_cast<double>(rows.offset[half]) - offset) * 0.6931471805599453);
@@ -216,13 +215,13 @@ __global__ void __launch_bounds__(128)
   for (int32_t shard = 0; shard < shard_count; ++shard) sum += sums[shard * rows.row_count + row];
   const double argument = target_arguments[row];
   const double softcap = options.transform.softcap;
+  // Not contracted: where the offset is the target's, their difference is 0.
+  const auto logit = [softcap](double a) { return softcap == 0 ? a : __dmul_rn(softcap, tanh(a / softcap)); };
   if (!(sum <= kEFormLargestSum) || !isfinite(argument)) *overflow = 1;
 
   RowStats stats;
-  stats.target_logit = softcap == 0 ? argument : softcap * tanh(argument / softcap);
-  // The target's own offset is its logit to the last bit.
-  const double offset = offsets == target_arguments ? stats.target_logit : Softcapped(offsets[row], softcap);
-  stats.others = {offset, sum, 0, 0, 0, 0, 0};
+  stats.target_logit = logit(argument);
+  stats.others = {logit(offsets[row]), sum, 0, 0, 0, 0, 0};
   const RowLoss loss = FinishRow(stats, rows.targets[row], options.cross_entropy.term);
 
   const row_factors::FactoredGradient factored = row_factors::FactoredGradientOf(loss, rows, options, row);

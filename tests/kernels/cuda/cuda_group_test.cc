@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -186,6 +187,27 @@ TEST_P(CudaGroupTest, ExponentialsMatchTheReference) {
   small.loss_scale = 1e-31;
   small.grad_hidden_scale = 1e31;
   ExpectMatches(*group, small, kPlain);
+}
+
+// Their offsets are made of the weights, and made again from these, whichever way they change.
+TEST_P(CudaGroupTest, ExponentialsFollowTheWeights) {
+  Problem problem = MakeProblem(ExponentialCases().front());
+  problem.heads[0].spec.optimizer = AdamWSpec();
+  const std::unique_ptr<LossEngine> group = Make();
+  LoadedHeads heads(*group, problem.heads);
+  std::vector<double>& weight = problem.heads[0].weight;
+  for (const bool written : {false, true}) {
+    heads.Compute(problem, kPlain);
+    if (written) {
+      for (double& value : weight) value = -value;
+      WriteTensorValues(heads.head(0), HeadTensor::kWeight, weight);
+    } else {
+      EXPECT_OK(heads.head(0).ApplyOptimizer({.learning_rate = 0.1, .settings = AdamWSpec()}));
+      weight = ReadTensorValues(heads.head(0), HeadTensor::kWeight);
+    }
+    heads.ZeroGradients();
+    EXPECT_TRUE(heads.Compute(problem, kPlain).BitwiseEquals(LoadedHeads(*group, problem.heads).Compute(problem, kPlain)));
+  }
 }
 
 TEST_P(CudaGroupTest, HowRowsAreCutDoesNotMatter) {
@@ -426,6 +448,22 @@ TEST_P(CudaGroupTest, EveryRankRefusesWithTheReason) {
     EXPECT_REASON(heads.On(rank).head(0).ZeroGradient(), kShardNotReady);
     EXPECT_OK(group->engine(rank).health());
   });
+}
+
+// They would compute by other forms, and wait for each other's results in other orders.
+TEST_P(CudaGroupTest, RefusesUnlikeKernels) {
+  EngineOptions options = PlainOptions();
+  options.shard_count = ranks();
+  std::vector<EngineOptions> of_ranks = OptionsOfRanks(options, /*shared_views=*/false);
+  of_ranks.back().portable_kernels = true;
+  std::vector<std::thread> threads;
+  for (const EngineOptions& own : of_ranks) {
+    threads.emplace_back([&own] {
+      const absl::Status made = CreateCudaEngine(own).status();
+      EXPECT_EQ(HasReason(made, ErrorReason::kInvalidCombination), GpuCapability() == 90) << made;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 // A rank that fails while the others are in the middle of it: they must not wait for it on the device.
