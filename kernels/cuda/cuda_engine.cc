@@ -184,11 +184,8 @@ class CudaEngine final : public LossEngine {
     HEADWATER_RETURN_IF_ERROR(core_->health());
     if (core_->group() != nullptr) HEADWATER_RETURN_IF_ERROR(ParallelismOf(micro_batch).status());
     DeviceGroup* const group = static_cast<const CudaHead&>(*micro_batch.terms.front().head).group();
-    HEADWATER_RETURN_IF_ERROR(RefuseResolution(micro_batch, [group](const LossTerm& term) -> const char* {
-      if (group != nullptr) return "a head on several GPUs";
-      const bool many_shards = static_cast<const CudaHead&>(*term.head).shard_count() > DivergenceMatrix::kMostShards;
-      return many_shards && std::holds_alternative<JsdSpec>(term.loss) ? "a divergence of more than 64 shards" : nullptr;
-    }));
+    HEADWATER_RETURN_IF_ERROR(
+        RefuseResolution(micro_batch, [group](const LossTerm&) { return group != nullptr ? "a head on several GPUs" : nullptr; }));
     core_->MakeCurrent();
     PlacedMicroBatch placed;
     absl::Status ready = placed.Place(micro_batch, *core_);
@@ -514,7 +511,9 @@ class CudaEngine final : public LossEngine {
     int64_t rows = 0;
     for (const Chunk& chunk : call->plan.chunks) rows = std::max(rows, static_cast<int64_t>(chunk.batch_rows.size()));
     const int64_t bytes = core_->workspace().bytes(), needed = ChunkBytes(call->terms, call->micro_batch, rows);
-    call->needs_whole_workspace = needed > bytes - DeferredGradWeight::ShareOf(bytes);
+    const bool lists =
+        std::any_of(call->terms.begin(), call->terms.end(), [&](const TermRun& term) { return Computation::MayList(term, rows); });
+    call->needs_whole_workspace = lists || needed > bytes - DeferredGradWeight::ShareOf(bytes);
     return needed;
   }
 

@@ -495,29 +495,22 @@ DivergenceResolution Computation::ResolutionOf(const Work& work, const Slice& sl
 
 absl::Status Computation::Dither(Work* work, const Slice& slice) {
   if (!work->term->plan->dithers || !work->backward) return absl::OkStatus();
-  HEADWATER_RETURN_IF_ERROR(ChooseLists(work, slice));
-  if (const EntryList* const list = ListOf(*work, slice); list != nullptr) return ListEntries(*work, slice, *list);
   const TermRun& term = *work->term;
   const TermBuffers& own = work->own;
   DitherRow* const rows = own.dither_rows + slice.first;
-  const DitherKey* const keys = own.dither_keys + slice.first;
-  DitherSums* const sums = own.dither_sums + slice.first;
+  const bool jsd = term.plan->jsd != nullptr;
   const int32_t shard_count = term.head->shard_count();
-  if (term.plan->jsd != nullptr) {
-    DivergenceMatrix matrix;
-    matrix.shard_count = shard_count;
-    matrix.element = term.MatrixElement();
-    matrix.row_count = slice.count;
-    for (int32_t rank = 0; rank < shard_count; ++rank) {
-      const MutableMatrix of_shard = MatrixOut(*work, slice, rank);
-      matrix.shards[rank] = {of_shard.data, of_shard.stride, static_cast<int32_t>(of_shard.columns),
-                             static_cast<uint32_t>(term.head->shard_weights(rank).vocab_start)};
-    }
-    return Check(LaunchDitherDivergence(matrix, ResolutionOf(*work, slice), keys, rows, sums, stream_), "dithering");
+  for (int32_t rank = 0; rank < shard_count && jsd; ++rank) {
+    HEADWATER_RETURN_IF_ERROR(Check(LaunchDivergenceResolutions(MatrixOf(*work, slice, rank), ResolutionOf(*work, slice), rank == 0,
+                                                                rank + 1 == shard_count, rows, stream_),
+                                    "the rows' resolutions"));
   }
+  HEADWATER_RETURN_IF_ERROR(ChooseLists(work, slice));
+  if (const EntryList* const list = ListOf(*work, slice); list != nullptr) return ListEntries(*work, slice, *list);
   for (int32_t rank = 0; rank < shard_count; ++rank) {
     HEADWATER_RETURN_IF_ERROR(Check(LaunchDither(MatrixOut(*work, slice, rank), term.head->shard_weights(rank).vocab_start,
-                                                 own.targets + slice.first, rows, keys, /*add=*/rank > 0, sums, stream_),
+                                                 jsd ? nullptr : own.targets + slice.first, rows, own.dither_keys + slice.first,
+                                                 /*add=*/rank > 0, own.dither_sums + slice.first, stream_),
                                     "dithering"));
   }
   return absl::OkStatus();

@@ -81,6 +81,8 @@ class Computation {
   // (EngineCore::LetWorkGoOn()), so that the device has work until the next call comes. After an error, running work ends before
   // this returns.
   absl::Status Run();
+  // Whether so many rows may have the entries of their gradient listed (computation_lists.cc), which takes all memory that is left.
+  static bool MayList(const TermRun& term, int64_t rows);
   // Whether Run() failed with the flow's error: nothing was added then.
   bool interrupted() const { return interrupted_; }
 
@@ -208,13 +210,18 @@ class Computation {
   // `finish`: the stream that has the rows' losses then.
   absl::Status ComputeExponentials(Work* work, const Slice& slice, cudaStream_t finish);
   absl::Status RunOverflowed(Work* work, int64_t first);
-  // The entries of M as lists (computation_lists.cc). Whether they can be, and are likely to be few.
-  bool MayList(const Work& work) const;
+  // The entries of M as lists (computation_lists.cc).
   // Memory for those of all slices, if there is room for it.
   void TakeLists(Work* work, const std::vector<Slice>& slices);
+  // Where they are taken from.
+  Workspace& ListSpace(Work* work);
+  // The list, slice by slice.
+  static void PutSlices(Work* work, const std::vector<Slice>& slices);
+  // M's memory.
+  Workspace MatrixSpace(const Work& work) const;
   // A slice's list, or null.
   static const EntryList* ListOf(const Work& work, const Slice& slice);
-  // Called before the first slice is dithered: chooses how many columns stay dense, or drops the lists, by the entries of its rows.
+  // Called before the first slice is dithered: chooses the columns that stay dense, or drops the lists, by the entries of its rows.
   absl::Status ChooseLists(Work* work, const Slice& slice);
   absl::Status ListEntries(const Work& work, const Slice& slice, const EntryList& list);
   // Sorts a slice's list, if it has one, and waits for its number of entries.

@@ -13,7 +13,7 @@ namespace headwater::cuda {
 bool Computation::Defers(const Work& work) const {
   // A deferred product has other calls' rows in it, which deterministic mode excludes.
   if (core_.options().deterministic || whole_workspace_ || work.staged != nullptr || !work.backward ||
-      work.term->plan->grad_weight == GradWeightMode::kNone || MayList(work)) {
+      work.term->plan->grad_weight == GradWeightMode::kNone || MayList(*work.term, work.rows)) {
     return false;
   }
   const bool leaves = work.wants_grad_hidden && std::any_of(work.parts.begin(), work.parts.end(),
@@ -59,19 +59,24 @@ absl::Status Computation::MultiplyByWeight(Work* work, const Slice& slice, int32
   shape.kind = ProductKind::kGradHidden;
   shape.element = matrix.element;
   shape.rows = slice.count;
-  shape.vocab = work->lists.empty() ? shard.columns : work->list.dense;
+  shape.vocab = shard.columns;
   shape.width = shard.width;
   shape.a_stride = matrix.stride;
   shape.b_stride = shape.out_stride = shard.stride;
   float* const out = ProductOut(*work, slice);
   if (!work->lists.empty()) {
-    const bool is_dense = shape.vocab > 0;
-    if (is_dense) HEADWATER_RETURN_IF_ERROR(core_.products().Run(shape, matrix.data, shard.weight, out, 1, nullptr, stream_));
+    const DenseColumns& dense = work->list.dense;
+    shape.vocab = shape.a_stride = dense.count;
+    if (dense.count > 0) {
+      const uint16_t* const rows = dense.matrix + slice.first * dense.count;
+      HEADWATER_RETURN_IF_ERROR(core_.products().Run(shape, rows, dense.rows, out, 1, nullptr, stream_));
+    }
     for (const ListedRows& listed : work->lists) {
       const int64_t row = listed.rows.first - slice.first;
       if (row < 0 || row >= slice.count) continue;
-      HEADWATER_RETURN_IF_ERROR(Check(LaunchEntriesTimesWeight(listed.list, shard, is_dense, out + row * shard.stride, stream_),
-                                      "the list's grad_hidden"));
+      HEADWATER_RETURN_IF_ERROR(
+          Check(LaunchEntriesTimesWeight(listed.list, shard, dense.count > 0, out + row * shard.stride, stream_),
+                "the list's grad_hidden"));
     }
     return absl::OkStatus();
   }

@@ -1,75 +1,72 @@
 // The gradients of a computation from lists of a dithered matrix's entries (gradient_list.h) instead of products.
 //
-// Exponentials, and M of a divergence, are listed slice by slice. They must be of one shard, and a sample of the first slice's rows
-// must have few entries. grad_weight takes one list of all rows. M stays as it was written until all slices are there. If a list
-// has no room for its slice's entries, all rows take products. M is then dithered in place, and has the same entries. Exponentials
-// have their list beside the chunk's memory, where the workspace has room left. A divergence has it where its teacher's logits
-// were, and none if these are computed in slices. Its scratch memory, and what a slot keeps of it, go into M's gaps, so no plan
-// counts them twice.
-//
-// At finer resolutions the first ids, which the tokenizer gives the frequent tokens, stay a matrix of products.
+// Exponentials, and M of a divergence, are listed slice by slice. They must be of one shard. A sample of the first slice's rows
+// shows which columns stay dense, and whether the rest has few entries. grad_weight takes one list of all rows. M stays as it was
+// written until all slices are there. If a list has no room for its slice's entries, all rows take products. M is then dithered in
+// place, and has the same entries. Exponentials have their list beside the chunk's memory, where the workspace has room left. A
+// divergence has it where its teacher's logits were, and none if these are computed in slices. Sums of chunks, and what a slot
+// keeps, go into M's memory at last, so no plan counts them twice.
 #include <algorithm>
 #include <utility>
 
 #include "kernels/cuda/computation/computation.h"
 #include "kernels/cuda/computation/deferred_grad_weight.h"
+#include "kernels/cuda/computation/staged_contribution.h"
 
 namespace headwater::cuda {
 namespace {
 
 // Finer resolutions leave so many entries that products of a matrix take less time. Up to DeferredGradWeight::kMaxMicroBatchRows
-// rows a list must have fewer: behind dense columns it does not pay. Fewer rows yet do not pay for the sample: at 1024 flat rows an
-// H100 took a tenth longer with it.
+// rows a list must have fewer. Fewer rows yet do not pay for the sample: at 1024 flat rows an H100 took a tenth longer with it.
 constexpr double kLeastListedResolution = 0x1p-12;
 constexpr double kLeastListedResolutionOfFewRows = 0x1p-10;
 constexpr int64_t kMostUnlistedRows = 1024;
 // Rows whose entries are counted before a micro-batch's form is chosen.
-constexpr int64_t kSampledRows = 64;
-// Vocabularies are cut at a multiple of this, where products' tiles end.
-constexpr int64_t kDenseGrain = 256;
+constexpr int64_t kSampledRows = 256;
 
-// The numbers of columns that may be dense: none, a quarter, half.
-DensePrefixes PrefixesOf(int64_t columns) {
-  DensePrefixes prefixes{};
-  for (int32_t i = 0; i < DensePrefixes::kCount; ++i) {
-    prefixes.columns[i] = static_cast<int32_t>(columns * i / 4 / kDenseGrain * kDenseGrain);
-  }
-  return prefixes;
-}
-
-// The time of both gradients from a list behind `dense` columns, less than which two products of all columns may take
-// (ProductTime()). In either, time grows with the width. A list's grows with its entries, whose rows are gathered, and with the
-// rows of grad_weight that it changes. At a width of 4096 an H100 takes 5 ns an entry of flat rows. An entry of a trained model's
-// rows, which share columns, takes 3.5 ns. A changed row takes 11 ns. Two products take 2.4 us a row there, with a vocabulary of
-// 128256.
+// Times of both gradients, in units of an entry of flat rows: 5 ns on an H100 at a width of 4096. All grow with the width. A list's
+// entries have their rows gathered, and change rows of grad_weight: 14 ns each. In columns that many rows share, an entry takes
+// less than half. Two products take 2.4 us a row with a vocabulary of 128256. A dense column takes its part of that, and 27 ns for
+// its rows of W and of grad_weight.
+constexpr double kSharedEntryTime = 0.45;
+constexpr double kChangedRowTime = 2.75;
+constexpr double kDenseRowTime = 5.4;
 double ProductTime(int64_t rows, int64_t columns) { return 0.0046 * static_cast<double>(rows) * static_cast<double>(columns); }
 double ListTime(double entries, int64_t rows, int64_t columns, int64_t dense) {
   const double changed = std::min(entries, static_cast<double>(columns - dense));
-  return entries + 2.75 * changed + ProductTime(rows, dense);
+  return entries + kChangedRowTime * changed + kDenseRowTime * static_cast<double>(dense) + ProductTime(rows, dense);
 }
+// From so many entries on a column takes less time if it is dense.
+double LeastDenseEntries(int64_t rows) { return (ProductTime(rows, 1) + kDenseRowTime - kChangedRowTime) / kSharedEntryTime; }
 
 }  // namespace
 
-bool Computation::MayList(const Work& work) const {
-  const TermRun& term = *work.term;
+bool Computation::MayList(const TermRun& term, int64_t rows) {
   const double least_resolution =
-      work.rows > DeferredGradWeight::kMaxMicroBatchRows ? kLeastListedResolution : kLeastListedResolutionOfFewRows;
-  return term.may_list && work.rows > kMostUnlistedRows && term.finish.gradient_resolution >= least_resolution &&
-         EntryKeysFit(work.rows, term.head->shard_weights(0).columns);
+      rows > DeferredGradWeight::kMaxMicroBatchRows ? kLeastListedResolution : kLeastListedResolutionOfFewRows;
+  // In deterministic mode other heads, which size the workspace, must not decide.
+  return term.may_list && !term.as_on_host && rows > kMostUnlistedRows && term.finish.gradient_resolution >= least_resolution &&
+         EntryKeysFit(rows, term.head->shard_weights(0).columns);
 }
 
 void Computation::TakeLists(Work* work, const std::vector<Slice>& slices) {
-  if (!MayList(*work)) return;
-  const ShardWeights shard = work->term->head->shard_weights(0);
-  Workspace* const space = work->term->plan->jsd != nullptr ? &work->own.lists : &workspace_;
-  const int64_t mark = space->used();
-  work->list = LayOutEntryList(work->rows, shard.columns, static_cast<int64_t>(slices.size()), space);
-  if (space->fits() && GapFits(0, MatrixOf(*work, slices.front(), 0).stride, shard.stride)) {
-    for (const Slice& slice : slices) {
-      work->lists.push_back({slice, SliceOf(work->list, slice.first, slice.count, static_cast<int64_t>(work->lists.size()))});
-    }
+  if (!MayList(*work->term, work->rows)) return;
+  Workspace& space = ListSpace(work);
+  const int64_t mark = space.used();
+  work->list = LayOutEntryList(work->rows, work->term->head->shard_weights(0).columns, static_cast<int64_t>(slices.size()), &space);
+  if (space.fits()) {
+    PutSlices(work, slices);
   } else {
-    space->Rewind(mark);
+    space.Rewind(mark);
+  }
+}
+
+Workspace& Computation::ListSpace(Work* work) { return work->term->plan->jsd != nullptr ? work->own.lists : workspace_; }
+
+void Computation::PutSlices(Work* work, const std::vector<Slice>& slices) {
+  work->lists.clear();
+  for (const Slice& slice : slices) {
+    work->lists.push_back({slice, SliceOf(work->list, slice.first, slice.count, static_cast<int64_t>(work->lists.size()))});
   }
 }
 
@@ -81,61 +78,59 @@ const EntryList* Computation::ListOf(const Work& work, const Slice& slice) {
 }
 
 absl::Status Computation::ChooseLists(Work* work, const Slice& slice) {
-  const EntryList* const list = ListOf(*work, slice);
-  if (list == nullptr || slice.first > 0) return absl::OkStatus();
-  constexpr int32_t kCount = DensePrefixes::kCount;
+  if (ListOf(*work, slice) == nullptr || slice.first > 0) return absl::OkStatus();
   const auto samples = static_cast<int32_t>(std::min(slice.count, kSampledRows));
   const ConstMatrix matrix = MatrixOf(*work, slice, 0);
-  const DensePrefixes prefixes = PrefixesOf(matrix.columns);
-  // The pool has no entries yet.
-  float* const counts = list->pool.values;
+  const ShardWeights shard = work->term->head->shard_weights(0);
+  EntryList& list = work->list;
   HEADWATER_RETURN_IF_ERROR(
-      Check(work->term->plan->jsd != nullptr
-                ? LaunchEstimateDivergence(matrix, prefixes, ResolutionOf(*work, slice), samples, counts, stream_)
-                : LaunchEstimateEntries(matrix, prefixes, work->own.dither_rows, samples, counts, stream_),
-            "counting entries"));
-  float* const entries = host_.Take<float>(samples * kCount);
-  HEADWATER_RETURN_IF_ERROR(Check(
-      cudaMemcpyAsync(entries, counts, static_cast<size_t>(samples * kCount) * sizeof(float), cudaMemcpyDeviceToHost, stream_),
-      "the way back of counts"));
+      Check(LaunchCountEntries(matrix, work->own.dither_rows, samples, list.dense, stream_), "counting entries"));
+  const double of_sample = static_cast<double>(samples) / static_cast<double>(work->rows);
+  HEADWATER_RETURN_IF_ERROR(
+      Check(LaunchChooseDense(matrix.columns, of_sample * LeastDenseEntries(work->rows), list.dense, stream_), "choosing columns"));
+  DenseChoice* const choice = host_.Take<DenseChoice>(1);
+  HEADWATER_RETURN_IF_ERROR(Check(cudaMemcpyAsync(choice, list.dense.choice, sizeof(DenseChoice), cudaMemcpyDeviceToHost, stream_),
+                                  "the way back of counts"));
   HEADWATER_RETURN_IF_ERROR(Check(cudaEventRecord(core_.flag_event(), stream_), "recording an event"));
-  HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.flag_event(), "the rows' resolutions"));
-  const int64_t stride = work->term->head->shard_weights(0).stride;
-  double least = ProductTime(work->rows, matrix.columns);
-  int32_t dense = -1;
-  for (int32_t k = 0; k < kCount; ++k) {
-    double mean = 0;
-    for (int32_t i = 0; i < samples; ++i) mean += entries[i * kCount + k] / samples;
-    const int32_t columns = prefixes.columns[k];
-    const double time = ListTime(mean * static_cast<double>(work->rows), work->rows, matrix.columns, columns);
-    if (mean > kEntriesPerRow || time > least || !GapFits(columns, matrix.stride, stride)) continue;
-    least = time;
-    dense = columns;
-  }
-  if (dense < 0) {
+  HEADWATER_RETURN_IF_ERROR(core_.AwaitEvent(core_.flag_event(), "the rows' entries"));
+  const double entries = static_cast<double>(choice->listed) / kEntryUnits / of_sample;
+  const double most_entries = static_cast<double>(work->rows * kEntriesPerRow);
+  if (choice->dense == matrix.columns || entries > most_entries ||
+      ListTime(entries, work->rows, matrix.columns, choice->dense) > ProductTime(work->rows, matrix.columns)) {
     work->lists.clear();
     return absl::OkStatus();
   }
-  const MutableMatrix all = MatrixOut(*work, {0, work->rows}, 0);
-  work->list.dense = dense;
-  work->list.gap = Advance(all.data, all.element, dense);
-  work->list.gap_pitch = all.stride * BytesOf(all.element);
-  for (ListedRows& listed : work->lists) listed.list.dense = dense;
-  return absl::OkStatus();
+  Workspace& space = ListSpace(work);
+  const int64_t mark = space.used();
+  LayOutDense(choice->dense, shard.stride, &space, &list);
+  Workspace in_matrix = MatrixSpace(*work);
+  list.partials = LayOutKept(list, shard.stride, &in_matrix).partials;
+  // Whether or not it is kept.
+  const bool commits = PlanBytes(list, shard.stride) <= CudaStagedContribution::CommitSpaceOf(core_.workspace().bytes());
+  if (!space.fits() || !in_matrix.fits() || !commits) {
+    space.Rewind(mark);
+    work->lists.clear();
+    return absl::OkStatus();
+  }
+  std::vector<Slice> slices;
+  for (const ListedRows& listed : work->lists) slices.push_back(listed.rows);
+  PutSlices(work, slices);
+  if (list.dense.count == 0 || !work->wants_grad_hidden) return absl::OkStatus();
+  return Check(LaunchGatherDenseRows(shard, list.dense, stream_), "gathering rows");
+}
+
+Workspace Computation::MatrixSpace(const Work& work) const {
+  const MutableMatrix matrix = MatrixOut(work, {0, work.rows}, 0);
+  return Workspace(matrix.data, matrix.rows * matrix.stride * BytesOf(matrix.element));
 }
 
 absl::Status Computation::ListEntries(const Work& work, const Slice& slice, const EntryList& list) {
   const TermBuffers& own = work.own;
-  const MutableMatrix matrix = MatrixOut(work, slice, 0);
-  const int64_t vocab_start = work.term->head->shard_weights(0).vocab_start;
-  DitherRow* const rows = own.dither_rows + slice.first;
-  const DitherKey* const keys = own.dither_keys + slice.first;
-  DitherSums* const sums = own.dither_sums + slice.first;
   HEADWATER_RETURN_IF_ERROR(Check(LaunchClearEntries(list, stream_), "clearing a list"));
   return Check(
-      work.term->plan->jsd != nullptr
-          ? LaunchListDivergence(matrix, list.dense, vocab_start, ResolutionOf(work, slice), keys, list.pool, rows, sums, stream_)
-          : LaunchListDithered(matrix, list.dense, vocab_start, own.targets + slice.first, rows, keys, list.pool, sums, stream_),
+      LaunchListDithered(MatrixOf(work, slice, 0), work.term->head->shard_weights(0).vocab_start,
+                         work.term->plan->jsd != nullptr ? nullptr : own.targets + slice.first, own.dither_rows + slice.first,
+                         own.dither_keys + slice.first, list, own.dither_sums + slice.first, stream_),
       "listing entries");
 }
 
@@ -160,22 +155,23 @@ absl::Status Computation::FinishList(Work* work, const Slice& slice, uint32_t en
 absl::Status Computation::CompleteList(Work* work) {
   if (work->lists.size() > 1) HEADWATER_RETURN_IF_ERROR(Check(LaunchSortSlices(work->list, stream_), "sorting entries"));
   if (work->lists.empty() || work->kept_matrix == nullptr) return absl::OkStatus();
-  return Check(LaunchKeepEntries(work->list, stream_), "keeping a list");
+  Workspace in_matrix = MatrixSpace(*work);
+  const EntryList kept = LayOutKept(work->list, work->term->head->shard_weights(0).stride, &in_matrix);
+  HEADWATER_RETURN_IF_ERROR(Check(LaunchKeepEntries(work->list, kept, stream_), "keeping a list"));
+  work->list = kept;
+  return absl::OkStatus();
 }
 
 absl::Status Computation::DropLists(Work* work, int64_t end) {
   const std::vector<ListedRows> dropped = std::move(work->lists);
   work->lists.clear();
-  const int64_t vocab_start = work->term->head->shard_weights(0).vocab_start;
   for (const auto& [rows, list] : dropped) {
     if (rows.first >= end) continue;
-    // The dense columns are dithered, and the sums of all are there.
-    MutableMatrix matrix = MatrixOut(*work, rows, 0);
-    matrix.data = Advance(matrix.data, matrix.element, list.dense);
-    matrix.columns -= list.dense;
+    // Their sums are there.
     HEADWATER_RETURN_IF_ERROR(
-        Check(LaunchDither(matrix, vocab_start + list.dense, /*targets=*/nullptr, work->own.dither_rows + rows.first,
-                           work->own.dither_keys + rows.first, /*add=*/false, /*sums=*/nullptr, stream_),
+        Check(LaunchDither(MatrixOut(*work, rows, 0), work->term->head->shard_weights(0).vocab_start, /*targets=*/nullptr,
+                           work->own.dither_rows + rows.first, work->own.dither_keys + rows.first, /*add=*/false,
+                           /*sums=*/nullptr, stream_),
               "dithering"));
   }
   return absl::OkStatus();

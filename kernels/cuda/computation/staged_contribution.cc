@@ -35,6 +35,10 @@ absl::Status CudaStagedContribution::DoCommit(double factor) {
   return status;
 }
 
+int64_t CudaStagedContribution::CommitSpaceOf(int64_t workspace_bytes) {
+  return workspace_bytes - DeferredGradWeight::ShareOf(workspace_bytes) - Workspace::kAlignment;
+}
+
 absl::Status CudaStagedContribution::Add(const StagedHead& staged, float factor) {
   const CudaHead& head = *staged.head;
   // Earlier contributions are added earlier.
@@ -47,7 +51,7 @@ absl::Status CudaStagedContribution::Add(const StagedHead& staged, float factor)
     const int64_t bytes = core_->workspace().bytes();
     Workspace workspace(core_->workspace().As<void>(), bytes - DeferredGradWeight::ShareOf(bytes));
     WeightScratch scratch;
-    scratch.factor = workspace.Take<float>(1);
+    scratch.factor = workspace.Take<float>(1);  // see CommitSpaceOf()
     if (head.spec().has_bias) scratch.bias = workspace.TakeBytes(GradBiasScratchBytes(largest_columns));
     scratch.kept_list = &workspace;
     for (const WeightContribution& contribution : staged.kept) {

@@ -28,6 +28,8 @@ class CudaStagedContribution final : public StagedContribution {
   CudaStagedContribution(std::shared_ptr<EngineCore> core, std::vector<std::unique_ptr<StagedHead>> heads)
       : core_(std::move(core)), heads_(std::move(heads)) {}
   absl::Status DoCommit(double factor) override;
+  // Bytes of a workspace for the tables and rows of one list (PlanBytes()).
+  static int64_t CommitSpaceOf(int64_t workspace_bytes);
 
  private:
   absl::Status Add(const StagedHead& staged, float factor);

@@ -19,32 +19,28 @@ absl::Status AddList(EngineCore& core, const CudaHead& head, const WeightContrib
   const cudaStream_t stream = core.stream();
   const ShardWeights shard = head.shard_weights(0);
   EntryList list = contribution.list;
-  const int64_t dense = list.dense;
   if (overwrites) {
-    const size_t bytes = static_cast<size_t>((shard.columns - dense) * shard.stride) * sizeof(float);
-    HEADWATER_RETURN_IF_ERROR(
-        core.Check(cudaMemsetAsync(to.weight + dense * shard.stride, 0, bytes, stream), "clearing grad_weight"));
-  }
-  if (dense > 0) {
-    const ConstMatrix& matrix = contribution.matrices.front();
-    ProductShape shape;
-    shape.kind = ProductKind::kGradWeight;
-    shape.element = matrix.element;
-    shape.rows = contribution.scaled.rows;
-    shape.vocab = dense;
-    shape.width = shard.width;
-    shape.a_stride = matrix.stride;
-    shape.b_stride = contribution.scaled.stride;
-    shape.out_stride = shard.stride;
-    shape.adds = !overwrites;
-    HEADWATER_RETURN_IF_ERROR(
-        core.products().Run(shape, matrix.data, contribution.scaled.data, to.weight, factor, nullptr, stream));
+    const size_t bytes = static_cast<size_t>(shard.columns * shard.stride) * sizeof(float);
+    HEADWATER_RETURN_IF_ERROR(core.Check(cudaMemsetAsync(to.weight, 0, bytes, stream), "clearing grad_weight"));
   }
   if (Workspace* const space = scratch.kept_list; space != nullptr) {
     const int64_t mark = space->used();
-    HEADWATER_RETURN_IF_ERROR(core.Check(LaunchRestoreEntries(space, &list, stream), "restoring a list"));
+    HEADWATER_RETURN_IF_ERROR(core.Check(LaunchPlanKept(shard.stride, space, &list, stream), "a kept list's tables"));
     // Later work on the stream may have the memory.
     space->Rewind(mark);
+  }
+  if (list.dense.count > 0) {
+    ProductShape shape;
+    shape.kind = ProductKind::kGradWeight;
+    shape.rows = contribution.scaled.rows;
+    shape.vocab = shape.a_stride = list.dense.count;
+    shape.width = shard.width;
+    shape.b_stride = contribution.scaled.stride;
+    shape.out_stride = shard.stride;
+    HEADWATER_RETURN_IF_ERROR(
+        core.products().Run(shape, list.dense.matrix, contribution.scaled.data, list.dense.rows, factor, nullptr, stream));
+    HEADWATER_RETURN_IF_ERROR(
+        core.Check(LaunchScatterDenseRows(list.dense, shard.stride, !overwrites, to.weight, stream), "adding dense rows"));
   }
   return core.Check(LaunchAddEntriesTimesRows(list, contribution.scaled, factor, to.weight, stream), "the list's grad_weight");
 }

@@ -19,7 +19,7 @@ namespace headwater::cuda {
 // M, the factors beside it (row_passes.h) and the rows they belong to. The device memory is the caller's.
 struct WeightContribution {
   std::vector<ConstMatrix> matrices;     // M by shard
-  EntryList list;                        // M of the only shard behind its dense columns, without a bias; without rows: M
+  EntryList list;                        // M of the only shard, without a bias; without rows: `matrices`
   ConstMatrix hidden;                    // [rows, padded]
   ConstMatrix scaled;                    // row_factor . hidden
   const float* scaled_factor = nullptr;  // a factor by which `scaled` is still to be multiplied; null: 1
@@ -33,7 +33,7 @@ struct WeightContribution {
 struct WeightScratch {
   float* factor = nullptr;         // [1]
   void* bias = nullptr;            // GradBiasScratchBytes() of the widest shard; null without a bias
-  Workspace* kept_list = nullptr;  // for a list that is in M's gaps; null: it is where it was made
+  Workspace* kept_list = nullptr;  // for a list that a slot keeps; null: it is where it was made
 };
 
 // Columns of a shard whose grad_weight is one product: all of them; on a rank of a group half. A product keeps the multiprocessors

@@ -10,7 +10,6 @@
 namespace headwater::cuda {
 namespace {
 
-
 // The softmax's exponentials and sums of a tile of logits, which never leave the registers.
 //
 // With u = acc + bias: z = logit_scale * u, or softcap * tanh(logit_scale * u / softcap). Exponentials are taken in base 2 of

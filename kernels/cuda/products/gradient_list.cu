@@ -16,8 +16,7 @@ constexpr int32_t kChunk = 256;
 constexpr int32_t kHeavyChunk = 32;  // chunks of more entries are dealt first, evenly
 // Columns of several chunks have fewer than twice their entries / kChunk.
 constexpr int32_t kPartialsPerRow = 2 * kEntriesPerRow / kChunk;
-constexpr int64_t kKeptBytes = kEntriesPerRow * (sizeof(uint32_t) + sizeof(float));  // of a gap
-constexpr int32_t kSlice = 256;                                                      // of the width: eight columns a lane
+constexpr int32_t kSlice = 256;  // of the width: eight columns a lane
 constexpr int kGatherWarps = 4;
 constexpr int kWeightThreads = 128;
 constexpr int kWeightBlocks = 8;  // a multiprocessor
@@ -91,12 +90,6 @@ __global__ void __launch_bounds__(256) PlanKernel(const EntryList list) {
     const auto place = static_cast<int32_t>(base + static_cast<uint32_t>(__popc(ballot & ((1u << lane) - 1))));
     if (mine) list.chunks[kind == 0 ? place : list.max_chunks - 1 - place] = EntryChunk{index, first, entries, -1};
   }
-}
-
-// The place of a chunk's sum, [stride], in a gap.
-__device__ __forceinline__ float* PartialOf(const EntryList& list, int32_t index, int32_t stride) {
-  char* const gap = static_cast<char*>(list.gap) + index / kPartialsPerRow * list.gap_pitch;
-  return reinterpret_cast<float*>(gap + kKeptBytes) + index % kPartialsPerRow * stride;
 }
 
 __device__ __forceinline__ uint4 LoadEight(const __nv_bfloat16* from) {
@@ -273,7 +266,8 @@ __global__ void __launch_bounds__(kWeightThreads, kWeightBlocks)
       if (whole) {
         AddFour(grad_weight + static_cast<int64_t>(chunk.column) * stride + column, sum);
       } else {
-        *reinterpret_cast<float4*>(PartialOf(list, chunk.partial, stride) + column) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        *reinterpret_cast<float4*>(list.partials + static_cast<int64_t>(chunk.partial) * stride + column) =
+            make_float4(sum[0], sum[1], sum[2], sum[3]);
       }
     }
     unit = next;
@@ -301,7 +295,7 @@ __global__ void __launch_bounds__(kWeightThreads)
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         const bool there = begin + i < split.count;
-        const float* const part = PartialOf(list, split.first + (there ? begin + i : 0), stride) + column;
+        const float* const part = list.partials + static_cast<int64_t>(split.first + (there ? begin + i : 0)) * stride + column;
         parts[i] = there ? __ldcs(reinterpret_cast<const float4*>(part)) : float4{};
       }
 #pragma unroll
@@ -325,11 +319,11 @@ cudaError_t SortByRow(const EntryList& list, void* space, size_t* bytes, cudaStr
                                          static_cast<int>(list.pool.capacity), 0, std::max(list.pool.row_bits, 1), stream);
 }
 
-// Memory for the order of columns and its tables.
-void TakeColumnOrder(Workspace* workspace, EntryList* list) {
-  const int64_t most_partials = int64_t{list->rows} * kPartialsPerRow;
-  list->column_keys = workspace->Take<uint32_t>(list->pool.capacity);
-  list->column_values = workspace->Take<float>(list->pool.capacity);
+int64_t MostPartials(const EntryList& list) { return int64_t{list.rows} * kPartialsPerRow; }
+
+// Memory for the tables of the order of columns.
+void TakeTables(Workspace* workspace, EntryList* list) {
+  const int64_t most_partials = MostPartials(*list);
   list->counts = workspace->Take<EntryCounts>(1);
   list->max_chunks = static_cast<int32_t>(list->columns + most_partials);
   list->chunks = workspace->Take<EntryChunk>(list->max_chunks);
@@ -345,14 +339,6 @@ cudaError_t LaunchPlan(const EntryList& list, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Calls copy(array's memory in the list, its memory in the first gap) for what is kept.
-template <typename Copy>
-cudaError_t ForEachKept(const EntryList& list, const Copy& copy) {
-  auto* const gap = static_cast<char*>(list.gap);
-  const cudaError_t error = copy(list.column_keys, gap);
-  return error != cudaSuccess ? error : copy(list.column_values, gap + kEntriesPerRow * sizeof(uint32_t));
-}
-
 // Blocks that fill the current device.
 cudaError_t PersistentBlocks(unsigned* blocks) {
   int device = 0, multiprocessors = 0;
@@ -365,11 +351,6 @@ cudaError_t PersistentBlocks(unsigned* blocks) {
 }  // namespace
 
 bool EntryKeysFit(int64_t rows, int64_t columns) { return BitsFor(rows) + BitsFor(columns + 1) <= 32; }
-
-bool GapFits(int64_t dense, int64_t matrix_stride, int64_t stride) {
-  const int64_t needed = kKeptBytes + kPartialsPerRow * stride * static_cast<int64_t>(sizeof(float));
-  return (matrix_stride - dense) * static_cast<int64_t>(sizeof(__nv_bfloat16)) >= needed;
-}
 
 EntryList LayOutEntryList(int64_t rows, int64_t columns, int64_t slices, Workspace* workspace) {
   EntryList list;
@@ -384,7 +365,10 @@ EntryList LayOutEntryList(int64_t rows, int64_t columns, int64_t slices, Workspa
   list.row_keys = workspace->Take<uint32_t>(capacity);
   list.row_values = workspace->Take<float>(capacity);
   list.row_first = workspace->Take<int32_t>(rows + slices);
-  TakeColumnOrder(workspace, &list);
+  list.column_keys = workspace->Take<uint32_t>(capacity);
+  list.column_values = workspace->Take<float>(capacity);
+  TakeTables(workspace, &list);
+  list.dense = LayOutDenseChoice(columns, workspace);
   size_t by_row = 0;
   // Only sizes: an error here comes again when the list is sorted.
   static_cast<void>(SortByColumn(list, nullptr, &list.sort_bytes, nullptr));
@@ -392,6 +376,34 @@ EntryList LayOutEntryList(int64_t rows, int64_t columns, int64_t slices, Workspa
   list.sort_bytes = std::max(list.sort_bytes, by_row);
   list.sort_space = workspace->TakeBytes(static_cast<int64_t>(list.sort_bytes));
   return list;
+}
+
+void LayOutDense(int64_t count, int64_t stride, Workspace* workspace, EntryList* list) {
+  DenseColumns& dense = list->dense;
+  dense.count = static_cast<int32_t>(count);
+  if (count == 0) return;
+  dense.matrix = workspace->Take<uint16_t>(list->rows * count);
+  dense.rows = workspace->Take<float>(count * stride);
+}
+
+EntryList LayOutKept(const EntryList& list, int64_t stride, Workspace* matrix) {
+  EntryList kept = list;
+  kept.partials = matrix->Take<float>(MostPartials(list) * stride);
+  kept.column_keys = matrix->Take<uint32_t>(list.pool.capacity);
+  kept.column_values = matrix->Take<float>(list.pool.capacity);
+  kept.dense.ids = matrix->Take<int32_t>(list.dense.count);
+  kept.dense.matrix = matrix->Take<uint16_t>(int64_t{list.rows} * list.dense.count);
+  kept.row_first = nullptr;
+  kept.pool.count = nullptr;
+  return kept;
+}
+
+int64_t PlanBytes(const EntryList& list, int64_t stride) {
+  Workspace workspace;
+  EntryList planned = list;
+  TakeTables(&workspace, &planned);
+  workspace.Take<float>(list.dense.count * stride);
+  return workspace.used();
 }
 
 EntryList SliceOf(const EntryList& all, int64_t first, int64_t count, int64_t number) {
@@ -404,6 +416,7 @@ EntryList SliceOf(const EntryList& all, int64_t first, int64_t count, int64_t nu
   slice.row_first += first + number;
   for (uint32_t** keys : {&slice.pool.keys, &slice.column_keys, &slice.row_keys}) *keys += entry;
   for (float** values : {&slice.pool.values, &slice.column_values, &slice.row_values}) *values += entry;
+  if (all.dense.count > 0) slice.dense.matrix += first * all.dense.count;
   if (slice.rows < all.rows) slice.chunks = nullptr;
   return slice;
 }
@@ -437,25 +450,23 @@ cudaError_t LaunchEntriesTimesWeight(const EntryList& list, const ShardWeights& 
   return cudaGetLastError();
 }
 
-cudaError_t LaunchKeepEntries(const EntryList& list, cudaStream_t stream) {
-  return ForEachKept(list, [&](const auto* array, char* kept) {
-    constexpr size_t kRowBytes = kEntriesPerRow * sizeof(*array);
-    return cudaMemcpy2DAsync(kept, static_cast<size_t>(list.gap_pitch), array, kRowBytes, kRowBytes, static_cast<size_t>(list.rows),
-                             cudaMemcpyDeviceToDevice, stream);
-  });
+cudaError_t LaunchKeepEntries(const EntryList& list, const EntryList& kept, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  const auto copy = [&](auto* to, const auto* from, int64_t count) {
+    if (error != cudaSuccess || count == 0) return;
+    error = cudaMemcpyAsync(to, from, static_cast<size_t>(count) * sizeof(*from), cudaMemcpyDeviceToDevice, stream);
+  };
+  copy(kept.column_keys, list.column_keys, list.pool.capacity);
+  copy(kept.column_values, list.column_values, list.pool.capacity);
+  copy(kept.dense.ids, list.dense.ids, list.dense.count);
+  copy(kept.dense.matrix, list.dense.matrix, int64_t{list.rows} * list.dense.count);
+  return error;
 }
 
-cudaError_t LaunchRestoreEntries(Workspace* workspace, EntryList* list, cudaStream_t stream) {
-  TakeColumnOrder(workspace, list);
-  list->row_first = nullptr;
-  list->pool.count = nullptr;
-  if (!workspace->fits()) return cudaErrorMemoryAllocation;
-  const cudaError_t error = ForEachKept(*list, [&](auto* array, const char* kept) {
-    constexpr size_t kRowBytes = kEntriesPerRow * sizeof(*array);
-    return cudaMemcpy2DAsync(array, kRowBytes, kept, static_cast<size_t>(list->gap_pitch), kRowBytes,
-                             static_cast<size_t>(list->rows), cudaMemcpyDeviceToDevice, stream);
-  });
-  return error != cudaSuccess ? error : LaunchPlan(*list, stream);
+cudaError_t LaunchPlanKept(int64_t stride, Workspace* workspace, EntryList* kept, cudaStream_t stream) {
+  TakeTables(workspace, kept);
+  kept->dense.rows = workspace->Take<float>(kept->dense.count * stride);
+  return workspace->fits() ? LaunchPlan(*kept, stream) : cudaErrorMemoryAllocation;
 }
 
 cudaError_t LaunchAddEntriesTimesRows(const EntryList& list, const ConstMatrix& scaled, float factor, float* grad_weight,

@@ -1,6 +1,5 @@
-// Mapping   one block a row; a thread takes 16 bytes of M at a time. A divergence's row is summed up first, for its resolution, and
-//           read again: with one block of 1024 threads on a multiprocessor all rows that are under way stay in L2.
-// Traffic   M is read and written once: N4096 V128256 in 16 bits 2.1 GB.
+// Mapping   one block a row; a thread takes 16 bytes of M at a time.
+// Traffic   M is read and written once: N4096 V128256 in 16 bits 2.1 GB. A divergence's is read before, for its resolutions.
 // Work      about 20 instructions an element in bf16 (device/dither_chunk.cuh).
 // Numerics  a thread counts in int32 and sums in fp32; over threads both are fp64.
 #include <cuda_bf16.h>
@@ -16,7 +15,6 @@ namespace headwater::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kDivergenceThreads = 1024;
 constexpr int kSums = 3;
 // Smaller resolutions are not applied: their reciprocals come near fp32's range.
 constexpr double kSmallestUnit = 7.888609052210118e-31;  // 2^-100
@@ -37,9 +35,8 @@ __device__ __forceinline__ void FromFloat(float value, __nv_bfloat16* out) { *ou
 __device__ __forceinline__ void FromFloat(float value, __half* out) { *out = __float2half_rn(value); }
 
 // A block's sums, on its first thread.
-template <int kBlock>
 __device__ __forceinline__ void SumOverBlock(double (&own)[kSums]) {
-  constexpr int kWarps = kBlock / 32;
+  constexpr int kWarps = kThreads / 32;
   __shared__ double by_warp[kWarps][kSums];
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
@@ -112,45 +109,38 @@ __device__ __forceinline__ Vector<T> Dithered(Vector<T> vector, uint32_t column,
   return vector;
 }
 
-// A block's part in a row of a shard.
-template <int kBlock, typename T>
-__device__ __forceinline__ void DitherInPlace(T* row, int32_t columns, uint32_t vocab_start, DitherKey key, float unit,
-                                              EntrySums* sums) {
-  constexpr int32_t kCount = kVector<T>;
-  const float inverse_unit = 1.0f / unit;
-  auto* const vectors = reinterpret_cast<Vector<T>*>(row);
-  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kCount; j < columns; j += kBlock * kCount) {
-    Vector<T> vector = vectors[j / kCount];
-    if (j + kCount > columns) {
+// The vector of columns from j on, with zeros behind the last one.
+template <typename T>
+__device__ __forceinline__ Vector<T> LoadVector(const Vector<T>* row, int32_t j, int32_t columns) {
+  Vector<T> vector = row[j / kVector<T>];
+  if (j + kVector < T >> columns) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (j + i >= columns) FromFloat(0.0f, &vector.values[i]);
-      }
+    for (int i = 0; i < kVector<T>; ++i) {
+      if (j + i >= columns) FromFloat(0.0f, &vector.values[i]);
     }
-    vectors[j / kCount] = Dithered(vector, vocab_start + static_cast<uint32_t>(j), key, unit, inverse_unit, sums);
   }
+  return vector;
 }
 
 // A thread's part of a row's sum of |M|.
-template <int kBlock, typename T>
+template <typename T>
 __device__ __forceinline__ float SumMagnitudes(const T* row, int32_t columns) {
   const auto* const vectors = reinterpret_cast<const Vector<T>*>(row);
   float magnitude = 0.0f;
 #pragma unroll 4
-  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kVector<T>; j < columns; j += kBlock * kVector<T>) {
-    const Vector<T> vector = vectors[j / kVector<T>];
+  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kVector<T>; j < columns; j += kThreads * kVector<T>) {
+    const Vector<T> vector = LoadVector(vectors, j, columns);
 #pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) magnitude += j + i < columns ? fabsf(ToFloat(vector.values[i])) : 0.0f;
+    for (int i = 0; i < kVector<T>; ++i) magnitude += fabsf(ToFloat(vector.values[i]));
   }
   return magnitude;
 }
 
 // Stores the block's sums over its row in *sums, or with `add` adds them. A target in these columns is no entry.
-template <int kBlock>
 __device__ __forceinline__ void StoreSums(const EntrySums& own, int32_t columns, uint32_t vocab_start, const int32_t* target,
                                           bool add, DitherSums* sums) {
   double total[kSums] = {static_cast<double>(own.large), static_cast<double>(own.error), static_cast<double>(own.norm)};
-  SumOverBlock<kBlock>(total);
+  SumOverBlock(total);
   if (threadIdx.x != 0) return;
   const bool has_target = target != nullptr && static_cast<uint32_t>(*target) - vocab_start < static_cast<uint32_t>(columns);
   const double entries = columns - (has_target ? 1 : 0);
@@ -168,15 +158,20 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0 && !add && sums != nullptr) sums[row] = DitherSums();
     return;
   }
+  const DitherKey key = keys[row];
+  const float inverse_unit = 1.0f / unit;
+  auto* const vectors = reinterpret_cast<Vector<T>*>(matrix + row * stride);
   EntrySums own;
-  DitherInPlace<kThreads>(matrix + row * stride, columns, vocab_start, keys[row], unit, &own);
+  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kVector<T>; j < columns; j += kThreads * kVector<T>) {
+    const Vector<T> vector = LoadVector(vectors, j, columns);
+    vectors[j / kVector<T>] = Dithered(vector, vocab_start + static_cast<uint32_t>(j), key, unit, inverse_unit, &own);
+  }
   if (sums == nullptr) return;
-  StoreSums<kThreads>(own, columns, vocab_start, targets == nullptr ? nullptr : targets + row, add, sums + row);
+  StoreSums(own, columns, vocab_start, targets == nullptr ? nullptr : targets + row, add, sums + row);
 }
 
 // A block's entries on their way to a pool: they take one addition to its count. An entry without room takes one addition
 // of its own.
-template <int kBlock>
 class RowEntries {
  public:
   static constexpr uint32_t kRoom = 1024;
@@ -204,7 +199,7 @@ class RowEntries {
     const uint32_t count = min(shared_->count, kRoom);
     if (threadIdx.x == 0) shared_->base = atomicAdd(pool_.count, count);
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < count; i += kBlock) Write(shared_->base + i, shared_->columns[i], shared_->values[i]);
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) Write(shared_->base + i, shared_->columns[i], shared_->values[i]);
   }
 
  private:
@@ -217,155 +212,91 @@ class RowEntries {
   Shared* const shared_;
 };
 
-// Appends a row's entries behind its dense columns to a pool, all dithered if `unit` is positive, and stores the row's sums.
-template <int kBlock>
-__device__ __forceinline__ void ListRow(__nv_bfloat16* row, int32_t dense, int32_t columns, uint32_t vocab_start,
-                                        const int32_t* target, DitherKey key, float unit, const EntryPool& pool,
-                                        typename RowEntries<kBlock>::Shared* shared, DitherSums* sums) {
+// A warp's entries of dense columns on their way to M', among those of 256 columns.
+struct DenseShared {
+  uint16_t entries[32 * kVector<__nv_bfloat16>];
+};
+
+// Copies a warp's `count` entries of dense columns to M'. A lane has those of its eight
+// in `mask`, from number `place` on.
+__device__ __forceinline__ void WriteDense(const uint4& words, uint32_t mask, uint32_t place, uint32_t count, DenseShared* shared,
+                                           uint16_t* out) {
+  const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < kVector<__nv_bfloat16>; ++i) {
+    if ((mask >> i & 1u) != 0) shared->entries[place] = static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2));
+    place += mask >> i & 1u;
+  }
+  __syncwarp();
+  for (uint32_t i = threadIdx.x % 32; i < count; i += 32) out[i] = shared->entries[i];
+  __syncwarp();
+}
+
+// As DitherKernel, but that entries go to a list. Rows without a resolution are listed as they are.
+__global__ void __launch_bounds__(kThreads)
+    ListKernel(const __nv_bfloat16* matrix, int64_t stride, int32_t columns, uint32_t vocab_start, const int32_t* targets,
+               const DitherRow* rows, const DitherKey* keys, const __grid_constant__ EntryList list, DitherSums* sums) {
   constexpr int32_t kEight = kVector<__nv_bfloat16>;
+  __shared__ RowEntries::Shared shared;
+  __shared__ DenseShared dense_shared[kThreads / 32];
+  const int64_t row = blockIdx.x;
+  const DitherKey key = keys[row];
+  const float unit = rows[row].unit;
   const bool dithers = unit > 0.0f;
   const float inverse_unit = dithers ? 1.0f / unit : 0.0f;
-  RowEntries<kBlock> entries(pool, shared);
+  const DenseColumns& dense = list.dense;
+  uint16_t* const dense_row = dense.matrix + row * dense.count;
+  RowEntries entries(list.pool, &shared);
   EntrySums own;
-  auto* const vectors = reinterpret_cast<Vector<__nv_bfloat16>*>(row);
-  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kEight; j < columns; j += kBlock * kEight) {
-    Vector<__nv_bfloat16> vector = vectors[j / kEight];
-    if (j + kEight > columns) {
-#pragma unroll
-      for (int i = 0; i < kEight; ++i) {
-        if (j + i >= columns) FromFloat(0.0f, &vector.values[i]);
-      }
-    }
-    if (dithers) vector = Dithered(vector, vocab_start + static_cast<uint32_t>(j), key, unit, inverse_unit, &own);
-    if (j < dense) {
-      vectors[j / kEight] = vector;
-      continue;
+  const auto* const vectors = reinterpret_cast<const Vector<__nv_bfloat16>*>(matrix + row * stride);
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, lane = static_cast<int32_t>(threadIdx.x) % 32;
+  // The same number of times for all lanes of a warp.
+  for (int32_t first = warp * 32; first * kEight < columns; first += kThreads) {
+    const int32_t number = first + lane, j = number * kEight;
+    Vector<__nv_bfloat16> vector{};
+    if (j < columns) {
+      vector = LoadVector(vectors, j, columns);
+      if (dithers) vector = Dithered(vector, vocab_start + static_cast<uint32_t>(j), key, unit, inverse_unit, &own);
     }
     const uint4 words = reinterpret_cast<const uint4&>(vector);
+    uint32_t mask = 0;
+    if (dense.count > 0) {
+      const uint32_t begin = __ldg(dense.places + first) >> 8, end = __ldg(dense.places + first + 32) >> 8;
+      if (begin < end) {
+        const uint32_t place = __ldg(dense.places + number);
+        mask = place & 0xffu;
+        WriteDense(words, mask, (place >> 8) - begin, end - begin, dense_shared + warp, dense_row + begin);
+      }
+    }
     if (((words.x | words.y | words.z | words.w) & 0x7fff7fffu) == 0) continue;
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
       const float value = ToFloat(vector.values[i]);
-      if (value != 0.0f) entries.Append(j + i, value);
+      if (value != 0.0f && (mask >> i & 1u) == 0) entries.Append(j + i, value);
     }
   }
   entries.Flush();
   if (dithers) {
-    StoreSums<kBlock>(own, columns, vocab_start, target, /*add=*/false, sums);
+    StoreSums(own, columns, vocab_start, targets == nullptr ? nullptr : targets + row, /*add=*/false, sums + row);
   } else if (threadIdx.x == 0) {
-    *sums = DitherSums();
+    sums[row] = DitherSums();
   }
-}
-
-// As DitherKernel, but that entries behind the dense columns go to a pool.
-__global__ void __launch_bounds__(kThreads)
-    ListKernel(__nv_bfloat16* matrix, int64_t stride, int32_t dense, int32_t columns, uint32_t vocab_start, const int32_t* targets,
-               const DitherRow* rows, const DitherKey* keys, const EntryPool pool, DitherSums* sums) {
-  __shared__ RowEntries<kThreads>::Shared shared;
-  const int64_t row = blockIdx.x;
-  ListRow<kThreads>(matrix + row * stride, dense, columns, vocab_start, targets + row, keys[row], rows[row].unit, pool, &shared,
-                    sums + row);
-}
-
-// Writes the entries that are expected of a row behind each prefix. Entries that are not below the unit count as one.
-template <int kBlock>
-__device__ __forceinline__ void ExpectEntries(const __nv_bfloat16* row, const DensePrefixes& prefixes, int32_t columns, float unit,
-                                              float* entries) {
-  static_assert(DensePrefixes::kCount == kSums);
-  constexpr int32_t kEight = kVector<__nv_bfloat16>;
-  const auto* const vectors = reinterpret_cast<const Vector<__nv_bfloat16>*>(row);
-  float own[kSums] = {};
-  for (int32_t j = static_cast<int32_t>(threadIdx.x) * kEight; j < columns; j += kBlock * kEight) {
-    const Vector<__nv_bfloat16> vector = vectors[j / kEight];
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kEight; ++i) {
-      const float size = j + i < columns ? fabsf(ToFloat(vector.values[i])) : 0.0f;
-      sum += size >= unit ? (size != 0.0f ? 1.0f : 0.0f) : size / unit;
-    }
-#pragma unroll
-    for (int k = 0; k < kSums; ++k) own[k] += j < prefixes.columns[k] ? 0.0f : sum;
-  }
-  double total[kSums] = {static_cast<double>(own[0]), static_cast<double>(own[1]), static_cast<double>(own[2])};
-  SumOverBlock<kBlock>(total);
-  for (int k = 0; threadIdx.x == 0 && k < kSums; ++k) entries[k] = static_cast<float>(total[k]);
-}
-
-// A block a sample.
-__global__ void __launch_bounds__(kThreads)
-    EstimateEntriesKernel(const __nv_bfloat16* matrix, int64_t stride, int64_t row_count, const DensePrefixes prefixes,
-                          int32_t columns, const DitherRow* rows, float* entries) {
-  const int64_t row = row_count * blockIdx.x / gridDim.x;
-  ExpectEntries<kThreads>(matrix + row * stride, prefixes, columns, rows[row].unit, entries + blockIdx.x * kSums);
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kDivergenceThreads, 1)
-    DitherDivergenceKernel(const __grid_constant__ DivergenceMatrix matrix, const DivergenceResolution of, const DitherKey* keys,
-                           DitherRow* rows, DitherSums* sums) {
-  __shared__ float unit;
+__global__ void __launch_bounds__(kThreads)
+    ResolutionsKernel(const T* matrix, int64_t stride, int32_t columns, const DivergenceResolution of, Element element,
+                      bool is_first, bool is_last, DitherRow* rows) {
   const int64_t row = blockIdx.x;
-  const auto row_of = [&](int32_t rank) { return static_cast<T*>(matrix.shards[rank].data) + row * matrix.shards[rank].stride; };
-  float magnitude = 0.0f;
-  for (int32_t rank = 0; rank < matrix.shard_count; ++rank) {
-    magnitude += SumMagnitudes<kDivergenceThreads>(row_of(rank), matrix.shards[rank].columns);
+  double total[kSums] = {static_cast<double>(SumMagnitudes(matrix + row * stride, columns)), 0, 0};
+  SumOverBlock(total);
+  if (threadIdx.x != 0) return;
+  const double sum = is_first ? total[0] : rows[row].unit_in_g + total[0];
+  if (is_last) {
+    rows[row] = MakeRow(of, row, element, sum);
+  } else {
+    rows[row].unit_in_g = sum;
   }
-  double total[kSums] = {static_cast<double>(magnitude), 0, 0};
-  SumOverBlock<kDivergenceThreads>(total);
-  if (threadIdx.x == 0) {
-    rows[row] = MakeRow(of, row, matrix.element, total[0]);
-    unit = rows[row].unit;
-    sums[row] = DitherSums();
-  }
-  __syncthreads();
-  if (!(unit > 0.0f)) return;
-  EntrySums own;
-  double entries = 0;
-  for (int32_t rank = 0; rank < matrix.shard_count; ++rank) {
-    const auto& shard = matrix.shards[rank];
-    DitherInPlace<kDivergenceThreads>(row_of(rank), shard.columns, shard.vocab_start, keys[row], unit, &own);
-    entries += shard.columns;
-  }
-  total[0] = own.large;
-  total[1] = own.error;
-  total[2] = own.norm;
-  SumOverBlock<kDivergenceThreads>(total);
-  if (threadIdx.x == 0) sums[row] = {entries - total[0], total[1], total[2]};
-}
-
-// A row of a divergence's only shard, whose M is bf16: the resolution of its sum of |M|, on every thread.
-__device__ DitherRow MakeOnlyRow(const __nv_bfloat16* row, int32_t columns, const DivergenceResolution& of, int64_t number,
-                                 DitherRow* shared) {
-  double total[kSums] = {static_cast<double>(SumMagnitudes<kDivergenceThreads>(row, columns)), 0, 0};
-  SumOverBlock<kDivergenceThreads>(total);
-  if (threadIdx.x == 0) *shared = MakeRow(of, number, Element::kBFloat16, total[0]);
-  __syncthreads();
-  return *shared;
-}
-
-// As DitherDivergenceKernel, but that entries behind the dense columns go to a pool.
-__global__ void __launch_bounds__(kDivergenceThreads, 1)
-    ListDivergenceKernel(__nv_bfloat16* matrix, int64_t stride, int32_t dense, int32_t columns, uint32_t vocab_start,
-                         const DivergenceResolution of, const DitherKey* keys, const EntryPool pool, DitherRow* rows,
-                         DitherSums* sums) {
-  __shared__ DitherRow shared_row;
-  __shared__ RowEntries<kDivergenceThreads>::Shared shared;
-  const int64_t row = blockIdx.x;
-  __nv_bfloat16* const of_row = matrix + row * stride;
-  const DitherRow made = MakeOnlyRow(of_row, columns, of, row, &shared_row);
-  if (threadIdx.x == 0) rows[row] = made;
-  ListRow<kDivergenceThreads>(of_row, dense, columns, vocab_start, nullptr, keys[row], made.unit, pool, &shared, sums + row);
-}
-
-// A block a sample.
-__global__ void __launch_bounds__(kDivergenceThreads)
-    EstimateDivergenceKernel(const __nv_bfloat16* matrix, int64_t stride, int64_t row_count, const DensePrefixes prefixes,
-                             int32_t columns, const DivergenceResolution of, float* entries) {
-  __shared__ DitherRow shared_row;
-  const int64_t row = row_count * blockIdx.x / gridDim.x;
-  const __nv_bfloat16* const of_row = matrix + row * stride;
-  const DitherRow made = MakeOnlyRow(of_row, columns, of, row, &shared_row);
-  ExpectEntries<kDivergenceThreads>(of_row, prefixes, columns, made.unit, entries + blockIdx.x * kSums);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -377,7 +308,7 @@ __global__ void __launch_bounds__(kThreads)
     own[1] += unit * unit * sums[row].squared_error;
     own[2] += unit * unit * sums[row].squared_norm + target * target;
   }
-  SumOverBlock<kThreads>(own);
+  SumOverBlock(own);
   if (threadIdx.x == 0) *total = {own[0], own[1], own[2]};
 }
 
@@ -412,50 +343,22 @@ cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const
   });
 }
 
-cudaError_t LaunchListDithered(const MutableMatrix& matrix, int32_t dense, int64_t vocab_start, const int32_t* targets,
-                               const DitherRow* rows, const DitherKey* keys, const EntryPool& pool, DitherSums* sums,
-                               cudaStream_t stream) {
+cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
+                               const DitherKey* keys, const EntryList& list, DitherSums* sums, cudaStream_t stream) {
   if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
   ListKernel<<<static_cast<unsigned>(matrix.rows), kThreads, 0, stream>>>(
-      static_cast<__nv_bfloat16*>(matrix.data), matrix.stride, dense, static_cast<int32_t>(matrix.columns),
-      static_cast<uint32_t>(vocab_start), targets, rows, keys, pool, sums);
+      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, static_cast<int32_t>(matrix.columns),
+      static_cast<uint32_t>(vocab_start), targets, rows, keys, list, sums);
   return cudaGetLastError();
 }
 
-cudaError_t LaunchListDivergence(const MutableMatrix& matrix, int32_t dense, int64_t vocab_start, const DivergenceResolution& of,
-                                 const DitherKey* keys, const EntryPool& pool, DitherRow* rows, DitherSums* sums,
-                                 cudaStream_t stream) {
-  if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
-  ListDivergenceKernel<<<static_cast<unsigned>(matrix.rows), kDivergenceThreads, 0, stream>>>(
-      static_cast<__nv_bfloat16*>(matrix.data), matrix.stride, dense, static_cast<int32_t>(matrix.columns),
-      static_cast<uint32_t>(vocab_start), of, keys, pool, rows, sums);
-  return cudaGetLastError();
-}
-
-cudaError_t LaunchEstimateEntries(const ConstMatrix& matrix, const DensePrefixes& prefixes, const DitherRow* rows, int32_t samples,
-                                  float* entries, cudaStream_t stream) {
-  if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
-  EstimateEntriesKernel<<<static_cast<unsigned>(samples), kThreads, 0, stream>>>(
-      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, matrix.rows, prefixes, static_cast<int32_t>(matrix.columns),
-      rows, entries);
-  return cudaGetLastError();
-}
-
-cudaError_t LaunchEstimateDivergence(const ConstMatrix& matrix, const DensePrefixes& prefixes, const DivergenceResolution& of,
-                                     int32_t samples, float* entries, cudaStream_t stream) {
-  if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
-  EstimateDivergenceKernel<<<static_cast<unsigned>(samples), kDivergenceThreads, 0, stream>>>(
-      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, matrix.rows, prefixes, static_cast<int32_t>(matrix.columns),
-      of, entries);
-  return cudaGetLastError();
-}
-
-cudaError_t LaunchDitherDivergence(const DivergenceMatrix& matrix, const DivergenceResolution& of, const DitherKey* keys,
-                                   DitherRow* rows, DitherSums* sums, cudaStream_t stream) {
-  if (matrix.row_count == 0) return cudaSuccess;
-  return WithElement(matrix.element, [&](auto zero) {
-    DitherDivergenceKernel<decltype(zero)>
-        <<<static_cast<unsigned>(matrix.row_count), kDivergenceThreads, 0, stream>>>(matrix, of, keys, rows, sums);
+cudaError_t LaunchDivergenceResolutions(const ConstMatrix& shard, const DivergenceResolution& of, bool is_first, bool is_last,
+                                        DitherRow* rows, cudaStream_t stream) {
+  if (shard.rows == 0) return cudaSuccess;
+  return WithElement(shard.element, [&](auto zero) {
+    ResolutionsKernel<<<static_cast<unsigned>(shard.rows), kThreads, 0, stream>>>(static_cast<const decltype(zero)*>(shard.data),
+                                                                                  shard.stride, static_cast<int32_t>(shard.columns),
+                                                                                  of, shard.element, is_first, is_last, rows);
   });
 }
 

@@ -27,55 +27,22 @@ struct DitherRow {
 cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
                          const DitherKey* keys, bool add, DitherSums* sums, cudaStream_t stream);
 
-// A divergence's resolutions: the largest power of two <= resolution * sum |G| / 2, where G = M * row_factor / factor.
+// A divergence's resolution: the largest power of two <= resolution * sum |G| / 2, where G = M * row_factor / factor.
 struct DivergenceResolution {
   double resolution = 0;
   double factor = 1;                     // of every row: loss_scale, logit_scale and 1 / temperature
   const float* token_weights = nullptr;  // [row_count]
   const float* row_factor = nullptr;     // [row_count]
 };
-// M of a divergence over the shards of its vocabulary.
-struct DivergenceMatrix {
-  static constexpr int32_t kMostShards = 64;
-  struct Shard {
-    void* data = nullptr;  // [row_count, stride]; see LaunchDither()
-    int64_t stride = 0;
-    int32_t columns = 0;
-    uint32_t vocab_start = 0;
-  };
-  Shard shards[kMostShards];
-  int32_t shard_count = 0;
-  Element element = Element::kBFloat16;
-  int64_t row_count = 0;
-};
+// A shard's part of that: one call for each shard of a row, in order. The last one writes rows[i]; before, unit_in_g has the sum of
+// |M| so far.
+cudaError_t LaunchDivergenceResolutions(const ConstMatrix& shard, const DivergenceResolution& of, bool is_first, bool is_last,
+                                        DitherRow* rows, cudaStream_t stream);
 
-// Writes rows[i], and dithers all shards as LaunchDither() does.
-cudaError_t LaunchDitherDivergence(const DivergenceMatrix& matrix, const DivergenceResolution& of, const DitherKey* keys,
-                                   DitherRow* rows, DitherSums* sums, cudaStream_t stream);
-
-// Dithers the first `dense` columns, a multiple of 8, in place. Appends to `pool` the entries that LaunchDither() would leave of
-// the others and that are not 0, and leaves these columns alone. The matrix is E in bf16 of a head's only shard. Sums, of all
-// columns, have the same bits.
-cudaError_t LaunchListDithered(const MutableMatrix& matrix, int32_t dense, int64_t vocab_start, const int32_t* targets,
-                               const DitherRow* rows, const DitherKey* keys, const EntryPool& pool, DitherSums* sums,
-                               cudaStream_t stream);
-
-// The same, as LaunchDitherDivergence() would, for M in bf16 of a head's only shard.
-cudaError_t LaunchListDivergence(const MutableMatrix& matrix, int32_t dense, int64_t vocab_start, const DivergenceResolution& of,
-                                 const DitherKey* keys, const EntryPool& pool, DitherRow* rows, DitherSums* sums,
-                                 cudaStream_t stream);
-
-// Numbers of columns that may be dense.
-struct DensePrefixes {
-  static constexpr int32_t kCount = 3;
-  int32_t columns[kCount];
-};
-// entries[i][k] = how many entries LaunchListDithered(), or LaunchListDivergence(), is expected to append with prefixes.columns[k]
-// dense columns, for the i-th of `samples` rows, evenly spaced.
-cudaError_t LaunchEstimateEntries(const ConstMatrix& matrix, const DensePrefixes& prefixes, const DitherRow* rows, int32_t samples,
-                                  float* entries, cudaStream_t stream);
-cudaError_t LaunchEstimateDivergence(const ConstMatrix& matrix, const DensePrefixes& prefixes, const DivergenceResolution& of,
-                                     int32_t samples, float* entries, cudaStream_t stream);
+// Appends to the list's pool the entries that LaunchDither() would leave and that are not 0. The dense columns go to the list's
+// matrix of them. M is left alone. It is bf16, of a head's only shard. Sums, of all columns, have the same bits.
+cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
+                               const DitherKey* keys, const EntryList& list, DitherSums* sums, cudaStream_t stream);
 
 // *total = the rows' sums in units of G, the targets' entries included, in a fixed order.
 cudaError_t LaunchSumDither(const DitherSums* sums, const DitherRow* rows, int64_t row_count, DitherSums* total,

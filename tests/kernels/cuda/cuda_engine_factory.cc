@@ -39,7 +39,7 @@ const SuiteEngine& Suite() {
       // rows of which one column has most.
       .grad_weight_factor = 1.42,
       .accumulation_error = 1.5e-9,
-      .dither = {.has_smoothing = false, .rounds_entries = true, .most_divergence_shards = 64},
+      .dither = {.has_smoothing = false, .rounds_entries = true},
       .has_int8_teacher = !kPortableKernels && GpuCapability() == 90};
   return engine;
 }

@@ -16,10 +16,9 @@ namespace headwater::testing {
 
 // The engine's treatment of a gradient_resolution.
 struct SuiteDither {
-  bool has_smoothing = true;                   // false: kFeatureNotBuilt with label_smoothing
-  bool rounds_entries = false;                 // of 16-bit heads: to the head's type, before they are dithered
-  bool rounds_units = false;                   // of bf16 heads: a resolution times all factors, to bf16
-  int32_t most_divergence_shards = INT32_MAX;  // kFeatureNotBuilt with more
+  bool has_smoothing = true;    // false: kFeatureNotBuilt with label_smoothing
+  bool rounds_entries = false;  // of 16-bit heads: to the head's type, before they are dithered
+  bool rounds_units = false;    // of bf16 heads: a resolution times all factors, to bf16
 };
 
 // The engine under test; the defaults are those of engines on the CPU.

@@ -238,8 +238,7 @@ struct MicroBatchOptions {
   // A share in [2^-24, 1], or 0 for exact gradients. Entries of a row's gradient of the logits below this share of its missing
   // probability become 0 or that size, at random and without bias. TermResult::dither has the expected error. For trainable heads,
   // with gradients; without factors of entropy and lse, a hard loss, a top-k teacher, and smoothing behind a softcap. On GPUs
-  // without label_smoothing, for heads on one GPU; of a divergence, for at most 64 shards. A server whose ServerInfo::features lack
-  // `gradient_resolution` ignores it.
+  // without label_smoothing, for heads on one GPU. A server whose ServerInfo::features lack `gradient_resolution` ignores it.
   double gradient_resolution = 0.0;
   double loss_scale = 1.0;         // multiplies both gradients, not the reported sums. For a mean: 1 / number of tokens
   double grad_hidden_scale = 1.0;  // multiplies grad_hidden alone
