@@ -9,7 +9,7 @@ The first form runs SmolLM2-135M (H 576, V 49152) over 4096 tokens of this proje
 
 A dithered gradient (tau) keeps a row's entries p >= q, and smaller ones with probability p / q. The threshold is q = tau max(1 -
 p_y, 1/16), where p_y is the target's probability. *Entries* is the mean number that is kept. *Rest* is the share of 1 - p_y in the
-smaller ones.
+smaller ones. *Entries beside* a share of the ids are those of all but the ids that have most, over 4096 rows.
 """
 
 import argparse
@@ -22,31 +22,31 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 ROWS = 4096
 TAUS = {f"2^-{bits}": 2.0**-bits for bits in (6, 8, 10, 12, 14)}
-PREFIXES = (0.25, 0.5)  # of the ids, in the tokenizer's order
+SHARES = (1 / 16, 1 / 4)  # of the ids, those that have most entries
 CONTEXT = 1024
 
 # Figures of SmolLM2's rows, as the first form printed them: (tau, quantity) -> number.
 REAL = {
     ("2^-6", "entries"): 35.85,
     ("2^-6", "rest"): 0.4592,
-    ("2^-6", "entries_behind_0.25"): 7.198,
-    ("2^-6", "entries_behind_0.5"): 3.166,
+    ("2^-6", "entries_beside_0.0625"): 7.789,
+    ("2^-6", "entries_beside_0.25"): 1.686,
     ("2^-8", "entries"): 106.3,
     ("2^-8", "rest"): 0.3275,
-    ("2^-8", "entries_behind_0.25"): 25.85,
-    ("2^-8", "entries_behind_0.5"): 11.56,
+    ("2^-8", "entries_beside_0.0625"): 29.26,
+    ("2^-8", "entries_beside_0.25"): 6.603,
     ("2^-10", "entries"): 298.9,
     ("2^-10", "rest"): 0.2149,
-    ("2^-10", "entries_behind_0.25"): 88.39,
-    ("2^-10", "entries_behind_0.5"): 40.67,
+    ("2^-10", "entries_beside_0.0625"): 105.0,
+    ("2^-10", "entries_beside_0.25"): 25.14,
     ("2^-12", "entries"): 774.4,
     ("2^-12", "rest"): 0.1263,
-    ("2^-12", "entries_behind_0.25"): 277.0,
-    ("2^-12", "entries_behind_0.5"): 132.6,
+    ("2^-12", "entries_beside_0.0625"): 345.2,
+    ("2^-12", "entries_beside_0.25"): 92.74,
     ("2^-14", "entries"): 1811.0,
     ("2^-14", "rest"): 0.06527,
-    ("2^-14", "entries_behind_0.25"): 767.9,
-    ("2^-14", "entries_behind_0.5"): 385.6,
+    ("2^-14", "entries_beside_0.0625"): 982.4,
+    ("2^-14", "entries_beside_0.25"): 320.7,
 }
 
 
@@ -102,9 +102,8 @@ def make_rows(rows, width, vocab, device, shuffled=False, recipe=None):
 
 
 def statistics_of(hidden, weight, targets, block=256):
-    """Means over the rows: (tau's name, quantity) -> number, for entries, rest, and entries behind a share of the ids."""
-    sums = {}
-    vocab = weight.shape[0]
+    """Means over the rows: (tau's name, quantity) -> number, for entries, rest, and entries of all but a share of the ids."""
+    sums, by_id = {}, {}
     for start in range(0, len(hidden), block):
         logits = hidden[start : start + block].float() @ weight.float().T
         rows = torch.arange(len(logits), device=logits.device)
@@ -117,10 +116,13 @@ def statistics_of(hidden, weight, targets, block=256):
             kept = (probabilities / quantum).clamp_max(1)
             rest = torch.where(probabilities < quantum, probabilities, 0).sum(-1, dtype=torch.float64)
             found = {"entries": kept.sum(dtype=torch.float64), "rest": (rest / others.clamp_min(1e-12)).sum()}
-            for prefix in PREFIXES:
-                found[f"entries_behind_{prefix:g}"] = kept[:, int(prefix * vocab) :].sum(dtype=torch.float64)
             for quantity, value in found.items():
                 sums[name, quantity] = sums.get((name, quantity), 0.0) + float(value)
+            by_id[name] = by_id.get(name, 0) + kept.sum(0, dtype=torch.float64)
+    for name, entries in by_id.items():
+        rising = entries.sort().values
+        for share in SHARES:
+            sums[name, f"entries_beside_{share:g}"] = float(rising[: len(rising) - int(share * len(rising))].sum())
     return {key: value / len(hidden) for key, value in sums.items()}
 
 
@@ -176,7 +178,7 @@ def main():
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     if options.check:
-        for key, value in statistics_of(*make_rows(256, 4096, 128256, "cpu")).items():
+        for key, value in statistics_of(*make_rows(ROWS, 4096, 128256, "cpu")).items():
             print(*key, f"{value:.4g}, {value / REAL[key]:.2f} of the real rows'")
         return
     if options.rows is None:
