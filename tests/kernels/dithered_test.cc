@@ -14,6 +14,7 @@
 #include "headwater/kernels/error.h"
 #include "tests/kernels/support/comparison.h"
 #include "tests/kernels/support/kernel_suite.h"
+#include "tests/unit/expect_status.h"
 
 namespace headwater::testing {
 namespace {
@@ -21,6 +22,7 @@ namespace {
 constexpr int64_t kFewRows = 24;
 constexpr int64_t kDitheredColumns = 1100;
 constexpr double kTau = 0x1p-6;
+constexpr int64_t kSamples = 256;  // rows by which an engine chooses the form of gradients
 constexpr uint64_t kDitherSeed = 0x5EED;
 constexpr int64_t kMostOtherDraws = 4;  // see Dithered16
 
@@ -246,7 +248,7 @@ void NormalizeRows(int64_t columns, std::vector<double>* values) {
 }
 
 // Without a bias an engine may keep the entries of many rows as a list. Flat rows have too many at a fine resolution. It chooses
-// by a sample of rows, which misleads where only every fourth row has frequent columns. These may stay a matrix. More than 2048
+// by a sample of rows, which misleads where no other row has frequent columns. These may stay a matrix. More than 2048
 // rows of a cross entropy come in several slices. With a bias, here of zeros, there is no list. An engine without lists gets a
 // smaller problem.
 struct ListCase {
@@ -254,7 +256,7 @@ struct ListCase {
   double resolution;
   double logit_spread;
   bool jsd = false;
-  int64_t rows = 1040;
+  int64_t rows = 1043;  // the width, too: grad_weight has padding
   int64_t vocab_size = 11001;
   bool mostly_flat = false;
   bool frequent = false;  // every eighth column is
@@ -290,7 +292,8 @@ TEST_P(DitheredList, HasTheEntriesOfTheMatrixRepeatsAndCommits) {
                                          .jsd = of.jsd},
                                         rows, may_list ? of.vocab_size : 2001);
   for (int64_t row = 0; row < rows && of.mostly_flat; ++row) {
-    if (row % 65 % 4 != 0 || row % 65 == 64) problem.hidden[static_cast<size_t>(row * (rows + 1))] = 0x1p-8;
+    const int64_t next_sample = (row * kSamples + rows - 1) / rows;
+    if (next_sample * rows / kSamples != row) problem.hidden[static_cast<size_t>(row * (rows + 1))] = 0x1p-8;
   }
   for (TestHead& head : problem.heads) {
     const auto width = static_cast<size_t>(head.spec.hidden_size);
@@ -306,6 +309,9 @@ TEST_P(DitheredList, HasTheEntriesOfTheMatrixRepeatsAndCommits) {
   LoadedHeads heads(problem.heads, {}), other_heads(with_bias.heads, {});
   const Outcome outcome = heads.Compute(problem, options), other = other_heads.Compute(with_bias, options);
   EXPECT_TRUE(outcome.gradients[0].weight == other.gradients[0].weight);
+  ASSERT_OK_AND_ASSIGN(const GradientStats stats, heads.head(0).ComputeGradientStats());
+  const double norm = outcome.gradients[0].SquaredNorm();
+  EXPECT_NEAR(stats.norm_squared, norm, 1e-6 * norm);
   EXPECT_EQ(outcome.terms[0].sums.dither.entry_count, other.terms[0].sums.dither.entry_count);
   EXPECT_EQ(outcome.terms[0].sums.dither.squared_error, other.terms[0].sums.dither.squared_error);
   EXPECT_EQ(outcome.terms[0].sums.loss_sum, other.terms[0].sums.loss_sum);

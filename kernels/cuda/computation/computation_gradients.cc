@@ -67,6 +67,7 @@ absl::Status Computation::MultiplyByWeight(Work* work, const Slice& slice, int32
   if (!work->lists.empty()) {
     const DenseColumns& dense = work->list.dense;
     shape.vocab = shape.a_stride = dense.count;
+    shape.is_part = true;
     if (dense.count > 0) {
       const uint16_t* const rows = dense.matrix + slice.first * dense.count;
       HEADWATER_RETURN_IF_ERROR(core_.products().Run(shape, rows, dense.rows, out, 1, nullptr, stream_));

@@ -26,7 +26,7 @@ constexpr int64_t kSampledRows = 256;
 
 // Times of both gradients, in units of an entry of flat rows: 5 ns on an H100 at a width of 4096. All grow with the width. A list's
 // entries have their rows gathered, and change rows of grad_weight: 14 ns each. In columns that many rows share, an entry takes
-// less than half. Two products take 2.4 us a row with a vocabulary of 128256. A dense column takes its part of that, and 27 ns for
+// less than half. Two products take 3 us a row with a vocabulary of 128256. A dense column takes its part of that, and 27 ns for
 // its rows of W and of grad_weight.
 constexpr double kSharedEntryTime = 0.45;
 constexpr double kChangedRowTime = 2.75;
@@ -50,7 +50,7 @@ bool Computation::MayList(const TermRun& term, int64_t rows) {
 }
 
 void Computation::TakeLists(Work* work, const std::vector<Slice>& slices) {
-  if (!MayList(*work->term, work->rows)) return;
+  if (!work->backward || !MayList(*work->term, work->rows)) return;
   Workspace& space = ListSpace(work);
   const int64_t mark = space.used();
   work->list = LayOutEntryList(work->rows, work->term->head->shard_weights(0).columns, static_cast<int64_t>(slices.size()), &space);

@@ -34,6 +34,7 @@ absl::Status AddList(EngineCore& core, const CudaHead& head, const WeightContrib
     shape.kind = ProductKind::kGradWeight;
     shape.rows = contribution.scaled.rows;
     shape.vocab = shape.a_stride = list.dense.count;
+    shape.is_part = true;
     shape.width = shard.width;
     shape.b_stride = contribution.scaled.stride;
     shape.out_stride = shard.stride;
@@ -42,7 +43,15 @@ absl::Status AddList(EngineCore& core, const CudaHead& head, const WeightContrib
     HEADWATER_RETURN_IF_ERROR(
         core.Check(LaunchScatterDenseRows(list.dense, shard.stride, !overwrites, to.weight, stream), "adding dense rows"));
   }
-  return core.Check(LaunchAddEntriesTimesRows(list, contribution.scaled, factor, to.weight, stream), "the list's grad_weight");
+  HEADWATER_RETURN_IF_ERROR(
+      core.Check(LaunchAddEntriesTimesRows(list, contribution.scaled, factor, to.weight, stream), "the list's grad_weight"));
+  if (shard.width == shard.stride) return absl::OkStatus();
+  // The products left what was there, and 0 times an entry that is not finite is not 0.
+  constexpr size_t kFloat = sizeof(float);
+  return core.Check(
+      cudaMemset2DAsync(to.weight + shard.width, static_cast<size_t>(shard.stride) * kFloat, 0,
+                        static_cast<size_t>(shard.stride - shard.width) * kFloat, static_cast<size_t>(shard.columns), stream),
+      "clearing grad_weight's padding");
 }
 
 }  // namespace

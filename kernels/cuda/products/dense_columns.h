@@ -1,8 +1,8 @@
 // The columns of a dithered matrix that have many entries. They stay a matrix, of these columns alone, and products take them. The
 // list (gradient_list.h) has the entries of all others.
 //
-// Which columns they are follows from some rows of the micro-batch, and from nothing else: a repeat chooses the same. Whether a
-// vocabulary has its frequent ids in front does not matter.
+// Which columns they are follows from some rows of the micro-batch, and from how memory cuts it. It does not follow from other
+// calls: a repeat chooses the same. Whether a vocabulary has its frequent ids in front does not matter.
 //   M' = M's dense columns; it is written by the pass that dithers (dither.h)
 //   M W           += M' W', W' = the dense rows of W, copied
 //   grad_weight   += M'^T x, whose rows are added where they belong

@@ -32,7 +32,8 @@ struct ProductShape {
   int64_t vocab = 0;                        // v
   int64_t width = 0;                        // h
   int64_t a_stride = 0, b_stride = 0, out_stride = 0;
-  bool adds = false;  // out += instead of out =
+  bool adds = false;     // out += instead of out =
+  bool is_part = false;  // of a head's product: no search for a head of so many columns is meant for it
 
   friend bool operator==(const ProductShape&, const ProductShape&) = default;
 };
