@@ -8,6 +8,7 @@
 #include "kernels/core/head_tensors.h"
 #include "kernels/core/optimizer_step.h"
 #include "kernels/cuda/computation/deferred_grad_weight.h"
+#include "kernels/cuda/computation/matrix_rows.h"
 #include "kernels/cuda/computation/workspace.h"
 #include "kernels/cuda/device_group.h"
 #include "kernels/cuda/rows/parameters.h"
@@ -413,18 +414,16 @@ absl::Status CudaHead::UpdateParameters(const OptimizerStep& step, int32_t rank,
     if (sgd.momentum == 0) arrays.moment1 = nullptr;  // without momentum there is no buffer to keep
     HEADWATER_RETURN_IF_ERROR(core_->Check(LaunchSgd(MakeSgdScalars(step, sgd), arrays, stream), "an SGD update"));
   }
-  if (parameter.columns == parameter.stride) return absl::OkStatus();
   // 0 / 0 without an epsilon, or a rate that is infinite in fp32, would make padding NaN, and products with it.
-  const auto clear_padding = [&](void* data, int64_t element_bytes) {
+  const auto clear_padding = [&](void* data, Element element) {
     if (data == nullptr) return absl::OkStatus();
-    return core_->Check(cudaMemset2DAsync(static_cast<char*>(data) + parameter.columns * element_bytes,
-                                          static_cast<size_t>(parameter.stride * element_bytes), 0,
-                                          static_cast<size_t>((parameter.stride - parameter.columns) * element_bytes),
-                                          static_cast<size_t>(rows.size()), stream),
+    return core_->Check(ClearPadding({data, rows.size(), parameter.columns, parameter.stride, element}, stream),
                         "clearing padding");
   };
-  for (float* tensor : {arrays.parameter, arrays.moment1, arrays.moment2}) HEADWATER_RETURN_IF_ERROR(clear_padding(tensor, 4));
-  return clear_padding(arrays.stored, 2);
+  for (float* tensor : {arrays.parameter, arrays.moment1, arrays.moment2}) {
+    HEADWATER_RETURN_IF_ERROR(clear_padding(tensor, Element::kFloat32));
+  }
+  return clear_padding(arrays.stored, arrays.stored_element);
 }
 
 absl::Status CudaHead::DoApplyOptimizer(const OptimizerStep& step) {

@@ -383,5 +383,12 @@ TEST(DitheredRows, WithoutAnythingBelowAreExact) {
   EXPECT_TRUE(RunOnce(problem).BitwiseEquals(RunOnce(WithoutResolution(problem))));
 }
 
+TEST(DitheredRows, OfADivergenceOverManyShardsAreMade) {
+  const Problem problem = MakeIdentityProblem({.name = "Jsd", .jsd = true});
+  LoadedHeads heads(problem.heads, {.shard_count = 65});
+  ASSERT_OK_AND_ASSIGN(const MicroBatchResult result, heads.TryCompute(problem, {}));
+  EXPECT_GT(result.terms[0].dither.entry_count, kFewRows * kDitheredColumns / 4);
+}
+
 }  // namespace
 }  // namespace headwater::testing

@@ -215,8 +215,8 @@ class Computation {
   void TakeLists(Work* work, const std::vector<Slice>& slices);
   // Where they are taken from.
   Workspace& ListSpace(Work* work);
-  // The list, slice by slice.
-  static void PutSlices(Work* work, const std::vector<Slice>& slices);
+  // Makes the slices' lists parts of the whole one.
+  static void CutLists(Work* work);
   // M's memory.
   Workspace MatrixSpace(const Work& work) const;
   // A slice's list, or null.

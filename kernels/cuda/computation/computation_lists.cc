@@ -55,7 +55,8 @@ void Computation::TakeLists(Work* work, const std::vector<Slice>& slices) {
   const int64_t mark = space.used();
   work->list = LayOutEntryList(work->rows, work->term->head->shard_weights(0).columns, static_cast<int64_t>(slices.size()), &space);
   if (space.fits()) {
-    PutSlices(work, slices);
+    for (const Slice& slice : slices) work->lists.push_back({slice, {}});
+    CutLists(work);
   } else {
     space.Rewind(mark);
   }
@@ -63,11 +64,9 @@ void Computation::TakeLists(Work* work, const std::vector<Slice>& slices) {
 
 Workspace& Computation::ListSpace(Work* work) { return work->term->plan->jsd != nullptr ? work->own.lists : workspace_; }
 
-void Computation::PutSlices(Work* work, const std::vector<Slice>& slices) {
-  work->lists.clear();
-  for (const Slice& slice : slices) {
-    work->lists.push_back({slice, SliceOf(work->list, slice.first, slice.count, static_cast<int64_t>(work->lists.size()))});
-  }
+void Computation::CutLists(Work* work) {
+  int64_t number = 0;
+  for (auto& [rows, list] : work->lists) list = SliceOf(work->list, rows.first, rows.count, number++);
 }
 
 const EntryList* Computation::ListOf(const Work& work, const Slice& slice) {
@@ -112,9 +111,7 @@ absl::Status Computation::ChooseLists(Work* work, const Slice& slice) {
     work->lists.clear();
     return absl::OkStatus();
   }
-  std::vector<Slice> slices;
-  for (const ListedRows& listed : work->lists) slices.push_back(listed.rows);
-  PutSlices(work, slices);
+  CutLists(work);
   if (list.dense.count == 0 || !work->wants_grad_hidden) return absl::OkStatus();
   return Check(LaunchGatherDenseRows(shard, list.dense, stream_), "gathering rows");
 }

@@ -2,6 +2,8 @@
 #ifndef HEADWATER_KERNELS_CUDA_COMPUTATION_MATRIX_ROWS_H_
 #define HEADWATER_KERNELS_CUDA_COMPUTATION_MATRIX_ROWS_H_
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 
 #include "kernels/cuda/launch_types.h"
@@ -20,6 +22,14 @@ inline ConstMatrix Rows(ConstMatrix matrix, int64_t first, int64_t count) {
   matrix.data = Advance(matrix.data, matrix.element, first * matrix.stride);
   matrix.rows = count;
   return matrix;
+}
+
+// Makes the elements between a row's columns and the next row 0.
+inline cudaError_t ClearPadding(const MutableMatrix& matrix, cudaStream_t stream) {
+  if (matrix.columns == matrix.stride) return cudaSuccess;
+  const int64_t bytes = BytesOf(matrix.element);
+  return cudaMemset2DAsync(Advance(matrix.data, matrix.element, matrix.columns), static_cast<size_t>(matrix.stride * bytes), 0,
+                           static_cast<size_t>((matrix.stride - matrix.columns) * bytes), static_cast<size_t>(matrix.rows), stream);
 }
 
 }  // namespace headwater::cuda

@@ -45,13 +45,9 @@ absl::Status AddList(EngineCore& core, const CudaHead& head, const WeightContrib
   }
   HEADWATER_RETURN_IF_ERROR(
       core.Check(LaunchAddEntriesTimesRows(list, contribution.scaled, factor, to.weight, stream), "the list's grad_weight"));
-  if (shard.width == shard.stride) return absl::OkStatus();
   // The products left what was there, and 0 times an entry that is not finite is not 0.
-  constexpr size_t kFloat = sizeof(float);
-  return core.Check(
-      cudaMemset2DAsync(to.weight + shard.width, static_cast<size_t>(shard.stride) * kFloat, 0,
-                        static_cast<size_t>(shard.stride - shard.width) * kFloat, static_cast<size_t>(shard.columns), stream),
-      "clearing grad_weight's padding");
+  return core.Check(ClearPadding({to.weight, shard.columns, shard.width, shard.stride, Element::kFloat32}, stream),
+                    "clearing grad_weight's padding");
 }
 
 }  // namespace

@@ -330,6 +330,12 @@ void TakeTables(Workspace* workspace, EntryList* list) {
   list->splits = workspace->Take<SplitColumn>(most_partials);
 }
 
+// The tables, and memory for the rows of the dense columns: what a kept list needs to be added.
+void TakePlan(int64_t stride, Workspace* workspace, EntryList* list) {
+  TakeTables(workspace, list);
+  list->dense.rows = workspace->Take<float>(list->dense.count * stride);
+}
+
 // The tables of the sums, from both orders, or that of columns alone.
 cudaError_t LaunchPlan(const EntryList& list, cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(list.counts, 0, sizeof(EntryCounts), stream);
@@ -401,8 +407,7 @@ EntryList LayOutKept(const EntryList& list, int64_t stride, Workspace* matrix) {
 int64_t PlanBytes(const EntryList& list, int64_t stride) {
   Workspace workspace;
   EntryList planned = list;
-  TakeTables(&workspace, &planned);
-  workspace.Take<float>(list.dense.count * stride);
+  TakePlan(stride, &workspace, &planned);
   return workspace.used();
 }
 
@@ -464,8 +469,7 @@ cudaError_t LaunchKeepEntries(const EntryList& list, const EntryList& kept, cuda
 }
 
 cudaError_t LaunchPlanKept(int64_t stride, Workspace* workspace, EntryList* kept, cudaStream_t stream) {
-  TakeTables(workspace, kept);
-  kept->dense.rows = workspace->Take<float>(kept->dense.count * stride);
+  TakePlan(stride, workspace, kept);
   return workspace->fits() ? LaunchPlan(*kept, stream) : cudaErrorMemoryAllocation;
 }
 

@@ -9,10 +9,14 @@
 #include <type_traits>
 
 #include "kernels/cuda/device/dither_chunk.cuh"
+#include "kernels/cuda/device/elements.cuh"
 #include "kernels/cuda/rows/dither.h"
 
 namespace headwater::cuda {
 namespace {
+
+using elements::Rounded;
+using elements::ValueOf;
 
 constexpr int kThreads = 256;
 constexpr int kSums = 3;
@@ -26,13 +30,6 @@ template <typename T>
 struct alignas(16) Vector {
   T values[kVector<T>];
 };
-
-__device__ __forceinline__ float ToFloat(float value) { return value; }
-__device__ __forceinline__ float ToFloat(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ float ToFloat(__half value) { return __half2float(value); }
-__device__ __forceinline__ void FromFloat(float value, float* out) { *out = value; }
-__device__ __forceinline__ void FromFloat(float value, __nv_bfloat16* out) { *out = __float2bfloat16_rn(value); }
-__device__ __forceinline__ void FromFloat(float value, __half* out) { *out = __float2half_rn(value); }
 
 // A block's sums, on its first thread.
 __device__ __forceinline__ void SumOverBlock(double (&own)[kSums]) {
@@ -95,12 +92,12 @@ __device__ __forceinline__ Vector<T> Dithered(Vector<T> vector, uint32_t column,
   }
 #pragma unroll
   for (int i = 0; i < kVector<T>; ++i) {
-    const float ratio = ToFloat(vector.values[i]) * inverse_unit;
+    const float ratio = ValueOf<float>(vector.values[i]) * inverse_unit;
     const float size = fabsf(ratio);
     const bool below = size < 1.0f;  // a NaN stays one
     if (below) {
       const bool survives = DitherSurvives(size, key, column + static_cast<uint32_t>(i));
-      FromFloat(survives ? copysignf(unit, ratio) : 0.0f, &vector.values[i]);
+      vector.values[i] = Rounded<T>(survives ? copysignf(unit, ratio) : 0.0f);
     }
     sums->large += below ? 0 : 1;
     sums->error += below ? size * (1.0f - size) : 0.0f;
@@ -112,11 +109,12 @@ __device__ __forceinline__ Vector<T> Dithered(Vector<T> vector, uint32_t column,
 // The vector of columns from j on, with zeros behind the last one.
 template <typename T>
 __device__ __forceinline__ Vector<T> LoadVector(const Vector<T>* row, int32_t j, int32_t columns) {
-  Vector<T> vector = row[j / kVector<T>];
-  if (j + kVector < T >> columns) {
+  constexpr int32_t kCount = kVector<T>;
+  Vector<T> vector = row[j / kCount];
+  if (j + kCount > columns) {
 #pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) {
-      if (j + i >= columns) FromFloat(0.0f, &vector.values[i]);
+    for (int i = 0; i < kCount; ++i) {
+      if (j + i >= columns) vector.values[i] = Rounded<T>(0.0f);
     }
   }
   return vector;
@@ -131,7 +129,7 @@ __device__ __forceinline__ float SumMagnitudes(const T* row, int32_t columns) {
   for (int32_t j = static_cast<int32_t>(threadIdx.x) * kVector<T>; j < columns; j += kThreads * kVector<T>) {
     const Vector<T> vector = LoadVector(vectors, j, columns);
 #pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) magnitude += fabsf(ToFloat(vector.values[i]));
+    for (int i = 0; i < kVector<T>; ++i) magnitude += fabsf(ValueOf<float>(vector.values[i]));
   }
   return magnitude;
 }
@@ -217,8 +215,7 @@ struct DenseShared {
   uint16_t entries[32 * kVector<__nv_bfloat16>];
 };
 
-// Copies a warp's `count` entries of dense columns to M'. A lane has those of its eight
-// in `mask`, from number `place` on.
+// Copies a warp's `count` entries of dense columns to M'. A lane has those of its eight in `mask`, from number `place` on.
 __device__ __forceinline__ void WriteDense(const uint4& words, uint32_t mask, uint32_t place, uint32_t count, DenseShared* shared,
                                            uint16_t* out) {
   const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
@@ -271,7 +268,7 @@ __global__ void __launch_bounds__(kThreads)
     if (((words.x | words.y | words.z | words.w) & 0x7fff7fffu) == 0) continue;
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
-      const float value = ToFloat(vector.values[i]);
+      const float value = ValueOf<float>(vector.values[i]);
       if (value != 0.0f && (mask >> i & 1u) == 0) entries.Append(j + i, value);
     }
   }

@@ -48,7 +48,8 @@ def test_the_reference_is_autograds(teacher):
 def test_shuffled_rows_have_the_same_tail_in_another_order():
     recipe = trained.Recipe(first=1.0)
     made = [trained.make_rows(64, 256, 4096, "cpu", shuffled=order, recipe=recipe) for order in (False, True)]
-    assert not trained.torch.equal(made[0][1], made[1][1])
+    later_halves = [float((targets >= 2048).float().mean()) for _, _, targets in made]
+    assert later_halves[0] < 0.7 * later_halves[1]
     plain, shuffled = (trained.statistics_of(*rows) for rows in made)
     for tau in trained.TAUS:
         for quantity in ("entries", "entries_beside_0.25"):
