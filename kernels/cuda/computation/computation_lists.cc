@@ -10,43 +10,41 @@
 #include <utility>
 
 #include "kernels/cuda/computation/computation.h"
-#include "kernels/cuda/computation/deferred_grad_weight.h"
 #include "kernels/cuda/computation/staged_contribution.h"
 
 namespace headwater::cuda {
 namespace {
 
-// Finer resolutions leave so many entries that products of a matrix take less time. Up to DeferredGradWeight::kMaxMicroBatchRows
-// rows a list must have fewer. Fewer rows yet do not pay for the sample: at 1024 flat rows an H100 took a tenth longer with it.
-constexpr double kLeastListedResolution = 0x1p-12;
-constexpr double kLeastListedResolutionOfFewRows = 0x1p-10;
+// Finer resolutions leave so many entries that products of a matrix take less time. Few rows do not pay for the sample: at 1024
+// flat rows an H100 took a tenth longer with it.
+constexpr double kLeastListedResolution = 0x1p-14;
 constexpr int64_t kMostUnlistedRows = 1024;
 // Rows whose entries are counted before a micro-batch's form is chosen.
 constexpr int64_t kSampledRows = 256;
 
-// Times of both gradients, in units of an entry of flat rows: 5 ns on an H100 at a width of 4096. All grow with the width. A list's
-// entries have their rows gathered, and change rows of grad_weight: 14 ns each. In columns that many rows share, an entry takes
-// less than half. Two products take 3 us a row with a vocabulary of 128256. A dense column takes its part of that, and 27 ns for
-// its rows of W and of grad_weight.
-constexpr double kSharedEntryTime = 0.45;
-constexpr double kChangedRowTime = 2.75;
-constexpr double kDenseRowTime = 5.4;
-double ProductTime(int64_t rows, int64_t columns) { return 0.0046 * static_cast<double>(rows) * static_cast<double>(columns); }
+// Times of both gradients at a width of 4096, in ns; all grow with the width. An entry has its rows of W and of x gathered, and
+// each column with entries changes its row of grad_weight. Where columns share the entries evenly, none becomes dense, and fewer
+// rows of W come from the L2 cache. A dense column takes its part of two products, and the time to copy its rows of W and of
+// grad_weight.
+constexpr double kEntryTime = 3;
+constexpr double kEvenEntryTime = 5;
+constexpr double kChangedRowTime = 14;
+constexpr double kDenseRowTime = 27;
+double ProductTime(int64_t rows, int64_t columns) { return 0.023 * static_cast<double>(rows) * static_cast<double>(columns); }
 double ListTime(double entries, int64_t rows, int64_t columns, int64_t dense) {
   const double changed = std::min(entries, static_cast<double>(columns - dense));
-  return entries + kChangedRowTime * changed + kDenseRowTime * static_cast<double>(dense) + ProductTime(rows, dense);
+  return (dense > 0 ? kEntryTime : kEvenEntryTime) * entries + kChangedRowTime * changed +
+         kDenseRowTime * static_cast<double>(dense) + ProductTime(rows, dense);
 }
 // From so many entries on a column takes less time if it is dense.
-double LeastDenseEntries(int64_t rows) { return (ProductTime(rows, 1) + kDenseRowTime - kChangedRowTime) / kSharedEntryTime; }
+double LeastDenseEntries(int64_t rows) { return (ProductTime(rows, 1) + kDenseRowTime - kChangedRowTime) / kEntryTime; }
 
 }  // namespace
 
 bool Computation::MayList(const TermRun& term, int64_t rows) {
-  const double least_resolution =
-      rows > DeferredGradWeight::kMaxMicroBatchRows ? kLeastListedResolution : kLeastListedResolutionOfFewRows;
   // In deterministic mode other heads, which size the workspace, must not decide.
-  return term.may_list && !term.as_on_host && rows > kMostUnlistedRows && term.finish.gradient_resolution >= least_resolution &&
-         EntryKeysFit(rows, term.head->shard_weights(0).columns);
+  return term.may_list && !term.as_on_host && rows > kMostUnlistedRows &&
+         term.finish.gradient_resolution >= kLeastListedResolution && EntryKeysFit(rows, term.head->shard_weights(0).columns);
 }
 
 void Computation::TakeLists(Work* work, const std::vector<Slice>& slices) {

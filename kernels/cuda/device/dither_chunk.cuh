@@ -1,4 +1,5 @@
 // Dithering (kernels/core/loss/dither.h) of eight bf16 entries at once, in 20 instructions an entry and without a branch on any.
+// MayHaveEntries() takes 12 to tell the chunks of which nothing is left.
 //
 // A pair of columns shares a hash, 16 bits of which are an entry's draw. They leave one entry of 65536 undecided: all eight of its
 // chunk then go through DitherSurvives().
@@ -20,9 +21,37 @@ struct ChunkSums {
   float norm;            // sum of r^2 of all
 };
 
-// 2^23 plus 16 bits of `draws`.
-__device__ __forceinline__ float DrawAbove(uint32_t draws, int half) {
-  return __uint_as_float(__byte_perm(draws, 0x4B000000u, half == 0 ? 0x7410 : 0x7432));
+// One of a pair's two entries.
+__device__ __forceinline__ float EntryOf(uint32_t pair, int half) {
+  return __uint_as_float(half == 0 ? pair << 16 : pair & 0xffff0000u);
+}
+
+// floor(2^16 ratio) - draw, of 16 bits of `draws`: the entry survives above 0, and may at 0. NaN of a NaN.
+__device__ __forceinline__ float AboveDraw(float ratio, uint32_t draws, int half) {
+  // From 2^23 on a number's last bit is 1.
+  return __fmaf_rd(ratio, 65536.0f, 0x1p23f) - __uint_as_float(__byte_perm(draws, 0x4B000000u, half == 0 ? 0x7410 : 0x7432));
+}
+
+__device__ __forceinline__ void AddRatio(float ratio, ChunkSums* sums) {
+  sums->error += __saturatef(fmaf(-ratio, ratio, ratio));  // 0 from the resolution on
+  sums->norm = fmaf(ratio, ratio, sums->norm);
+}
+
+// Whether something may be left of eight entries, as DitherChunk() takes them. Adds to *sums what that does, but for `large`.
+__device__ __forceinline__ bool MayHaveEntries(const uint4& chunk, uint32_t column, DitherKey key, float inverse, ChunkSums* sums) {
+  const uint32_t entries[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+  uint32_t signs = ~0u;  // the first bit: all are below their draws
+#pragma unroll
+  for (uint32_t pair = 0; pair < 4; ++pair) {
+    const uint32_t draws = DitherBits(key, column / 2 + pair);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float ratio = fabsf(EntryOf(entries[pair], half)) * inverse;
+      signs &= __float_as_uint(AboveDraw(ratio, draws, half));
+      AddRatio(ratio, sums);
+    }
+  }
+  return static_cast<int32_t>(signs) >= 0;
 }
 
 // One entry after the other: each goes through the lowest 16 bits.
@@ -58,13 +87,11 @@ __device__ __forceinline__ uint4 DitherChunk(uint4 chunk, uint32_t column, Dithe
     float survives[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float ratio = __uint_as_float(half == 0 ? sizes << 16 : sizes & 0xffff0000u) * inverse;
-      // floor(2^16 ratio) - draw: where both are above 2^23 a number's last bit is 1.
-      const float scaled = __fmaf_rd(ratio, 65536.0f, 0x1p23f) - DrawAbove(draws, half);
-      product *= scaled;
-      survives[half] = __saturatef(scaled);
-      sums->error += __saturatef(fmaf(-ratio, ratio, ratio));  // 0 from the resolution on
-      sums->norm = fmaf(ratio, ratio, sums->norm);
+      const float ratio = EntryOf(sizes, half) * inverse;
+      const float above = AboveDraw(ratio, draws, half);
+      product *= above;
+      survives[half] = __saturatef(above);
+      AddRatio(ratio, sums);
     }
     const auto size = reinterpret_cast<const __nv_bfloat162&>(sizes);
     sums->large = __hadd2(sums->large, __hge2(size, units));

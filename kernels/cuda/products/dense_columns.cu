@@ -16,8 +16,6 @@ constexpr int kCountGroups = 8;  // of samples
 constexpr int kChooseThreads = 1024;
 constexpr int kCopyThreads = 256;
 constexpr int32_t kEight = 8;
-// Places behind those of the last columns, for passes that look a block of columns ahead.
-constexpr int32_t kPlacesBehind = 33;
 
 // A thread has eight columns of some samples.
 __global__ void __launch_bounds__(kCountThreads)
@@ -106,7 +104,6 @@ __global__ void __launch_bounds__(kChooseThreads)
     if (column < columns) places[column / kEight] = before << 8 | mask;
     for (; mask != 0; mask &= mask - 1) ids[before++] = column + __ffs(static_cast<int>(mask)) - 1;
   }
-  if (thread < kPlacesBehind) places[(columns + kEight - 1) / kEight + thread] = dense_before << 8;
   listed = Reduce(shared.reduce).Sum(listed);
   if (thread == 0) *choice = {listed, dense_before};
 }
@@ -138,7 +135,7 @@ __global__ void __launch_bounds__(kCopyThreads)
 
 DenseColumns LayOutDenseChoice(int64_t columns, Workspace* workspace) {
   DenseColumns dense;
-  dense.places = workspace->Take<uint32_t>(RoundUp(columns, kEight) / kEight + kPlacesBehind);
+  dense.places = workspace->Take<uint32_t>(RoundUp(columns, kEight) / kEight);
   dense.ids = workspace->Take<int32_t>(columns);
   dense.entries = workspace->Take<uint32_t>(columns);
   dense.choice = workspace->Take<DenseChoice>(1);

@@ -78,6 +78,10 @@ struct EntrySums {
   float norm = 0.0f;
 };
 
+__device__ __forceinline__ int32_t LargeOf(const ChunkSums& sums) {
+  return static_cast<int32_t>(__low2float(sums.large) + __high2float(sums.large));
+}
+
 // Entries of columns `column` to column + kVector<T> of the vocabulary.
 template <typename T>
 __device__ __forceinline__ Vector<T> Dithered(Vector<T> vector, uint32_t column, DitherKey key, float unit, float inverse_unit,
@@ -85,7 +89,7 @@ __device__ __forceinline__ Vector<T> Dithered(Vector<T> vector, uint32_t column,
   if (std::is_same_v<T, __nv_bfloat16> && column % 2 == 0) {
     ChunkSums of_chunk{{}, sums->error, sums->norm};
     const uint4 dithered = DitherChunk<true>(reinterpret_cast<const uint4&>(vector), column, key, unit, inverse_unit, &of_chunk);
-    sums->large += static_cast<int32_t>(__low2float(of_chunk.large) + __high2float(of_chunk.large));
+    sums->large += LargeOf(of_chunk);
     sums->error = of_chunk.error;
     sums->norm = of_chunk.norm;
     return reinterpret_cast<const Vector<T>&>(dithered);
@@ -210,32 +214,14 @@ class RowEntries {
   Shared* const shared_;
 };
 
-// A warp's entries of dense columns on their way to M', among those of 256 columns.
-struct DenseShared {
-  uint16_t entries[32 * kVector<__nv_bfloat16>];
-};
-
-// Copies a warp's `count` entries of dense columns to M'. A lane has those of its eight in `mask`, from number `place` on.
-__device__ __forceinline__ void WriteDense(const uint4& words, uint32_t mask, uint32_t place, uint32_t count, DenseShared* shared,
-                                           uint16_t* out) {
-  const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int i = 0; i < kVector<__nv_bfloat16>; ++i) {
-    if ((mask >> i & 1u) != 0) shared->entries[place] = static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2));
-    place += mask >> i & 1u;
-  }
-  __syncwarp();
-  for (uint32_t i = threadIdx.x % 32; i < count; i += 32) out[i] = shared->entries[i];
-  __syncwarp();
-}
-
-// As DitherKernel, but that entries go to a list. Rows without a resolution are listed as they are.
+// As DitherKernel, but that entries go to a list, or to the dense columns' matrix, which is 0. Rows without a resolution are listed
+// as they are. Of most chunks of eight columns nothing is left. A warp collects the others, and takes 32 at a time.
 __global__ void __launch_bounds__(kThreads)
     ListKernel(const __nv_bfloat16* matrix, int64_t stride, int32_t columns, uint32_t vocab_start, const int32_t* targets,
                const DitherRow* rows, const DitherKey* keys, const __grid_constant__ EntryList list, DitherSums* sums) {
-  constexpr int32_t kEight = kVector<__nv_bfloat16>;
+  constexpr int32_t kEight = kVector<__nv_bfloat16>, kLanes = 32, kTogether = 4;
   __shared__ RowEntries::Shared shared;
-  __shared__ DenseShared dense_shared[kThreads / 32];
+  __shared__ int32_t collected[kThreads / kLanes][(kTogether + 1) * kLanes];
   const int64_t row = blockIdx.x;
   const DitherKey key = keys[row];
   const float unit = rows[row].unit;
@@ -245,35 +231,70 @@ __global__ void __launch_bounds__(kThreads)
   uint16_t* const dense_row = dense.matrix + row * dense.count;
   RowEntries entries(list.pool, &shared);
   EntrySums own;
-  const auto* const vectors = reinterpret_cast<const Vector<__nv_bfloat16>*>(matrix + row * stride);
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32, lane = static_cast<int32_t>(threadIdx.x) % 32;
-  // The same number of times for all lanes of a warp.
-  for (int32_t first = warp * 32; first * kEight < columns; first += kThreads) {
-    const int32_t number = first + lane, j = number * kEight;
-    Vector<__nv_bfloat16> vector{};
-    if (j < columns) {
-      vector = LoadVector(vectors, j, columns);
-      if (dithers) vector = Dithered(vector, vocab_start + static_cast<uint32_t>(j), key, unit, inverse_unit, &own);
+  ChunkSums chunk_sums{};
+  const auto* const chunks = reinterpret_cast<const uint4*>(matrix + row * stride);
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanes, lane = static_cast<int32_t>(threadIdx.x) % kLanes;
+  const auto may_have = [&](const uint4& words, int32_t chunk) {
+    if (!dithers) return ((words.x | words.y | words.z | words.w) & 0x7fff7fffu) != 0;
+    return MayHaveEntries(words, vocab_start + static_cast<uint32_t>(chunk * kEight), key, inverse_unit, &chunk_sums);
+  };
+  // With zeros behind the last column.
+  const auto load = [&](int32_t chunk) {
+    const auto vector = LoadVector(reinterpret_cast<const Vector<__nv_bfloat16>*>(chunks), chunk * kEight, columns);
+    return reinterpret_cast<const uint4&>(vector);
+  };
+  const auto take = [&](int32_t chunk) {
+    uint4 words = load(chunk);
+    if (dithers) {
+      ChunkSums of_chunk{};
+      words = DitherChunk<true>(words, vocab_start + static_cast<uint32_t>(chunk * kEight), key, unit, inverse_unit, &of_chunk);
+      own.large += LargeOf(of_chunk);
     }
-    const uint4 words = reinterpret_cast<const uint4&>(vector);
-    uint32_t mask = 0;
-    if (dense.count > 0) {
-      const uint32_t begin = __ldg(dense.places + first) >> 8, end = __ldg(dense.places + first + 32) >> 8;
-      if (begin < end) {
-        const uint32_t place = __ldg(dense.places + number);
-        mask = place & 0xffu;
-        WriteDense(words, mask, (place >> 8) - begin, end - begin, dense_shared + warp, dense_row + begin);
-      }
-    }
-    if (((words.x | words.y | words.z | words.w) & 0x7fff7fffu) == 0) continue;
+    const uint32_t place = dense.count > 0 ? __ldg(dense.places + chunk) : 0;
+    const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
-      const float value = ValueOf<float>(vector.values[i]);
-      if (value != 0.0f && (mask >> i & 1u) == 0) entries.Append(j + i, value);
+      const uint32_t bits = pairs[i / 2] >> 16 * (i % 2) & 0xffffu, before = (1u << i) - 1;
+      if ((bits & 0x7fffu) == 0) continue;
+      if ((place >> i & 1u) != 0) {
+        dense_row[(place >> 8) + static_cast<uint32_t>(__popc(place & before))] = static_cast<uint16_t>(bits);
+      } else {
+        entries.Append(chunk * kEight + i, __uint_as_float(bits << 16));
+      }
     }
+  };
+  int32_t count = 0;
+  const auto collect = [&](bool collects, int32_t chunk) {
+    const uint32_t ballot = __ballot_sync(0xffffffffu, collects);
+    if (collects) collected[warp][count + __popc(ballot & ((1u << lane) - 1))] = chunk;
+    count += __popc(ballot);
+  };
+  const int32_t whole_chunks = columns / kEight;
+  // The same number of times for all lanes of a warp.
+  for (int32_t first = static_cast<int32_t>(threadIdx.x); first - lane < whole_chunks; first += kTogether * kThreads) {
+    uint4 words[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) words[i] = first + i * kThreads < whole_chunks ? chunks[first + i * kThreads] : uint4{};
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int32_t chunk = first + i * kThreads;
+      collect(may_have(words[i], chunk) && chunk < whole_chunks, chunk);
+    }
+    __syncwarp();
+    while (count >= kLanes) {
+      count -= kLanes;
+      take(collected[warp][count + lane]);
+    }
+    __syncwarp();
   }
+  const bool has_cut = columns % kEight != 0 && static_cast<int32_t>(threadIdx.x) == whole_chunks % kThreads;
+  collect(has_cut && may_have(load(whole_chunks), whole_chunks), whole_chunks);
+  __syncwarp();
+  if (lane < count) take(collected[warp][lane]);
   entries.Flush();
   if (dithers) {
+    own.error = chunk_sums.error;
+    own.norm = chunk_sums.norm;
     StoreSums(own, columns, vocab_start, targets == nullptr ? nullptr : targets + row, /*add=*/false, sums + row);
   } else if (threadIdx.x == 0) {
     sums[row] = DitherSums();
@@ -342,7 +363,11 @@ cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const
 
 cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
                                const DitherKey* keys, const EntryList& list, DitherSums* sums, cudaStream_t stream) {
-  if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
+  if (matrix.element != Element::kBFloat16 || vocab_start % 2 != 0) return cudaErrorInvalidValue;
+  if (list.dense.count > 0) {
+    const auto bytes = static_cast<size_t>(matrix.rows * list.dense.count) * sizeof(*list.dense.matrix);
+    if (const cudaError_t error = cudaMemsetAsync(list.dense.matrix, 0, bytes, stream); error != cudaSuccess) return error;
+  }
   ListKernel<<<static_cast<unsigned>(matrix.rows), kThreads, 0, stream>>>(
       static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, static_cast<int32_t>(matrix.columns),
       static_cast<uint32_t>(vocab_start), targets, rows, keys, list, sums);
