@@ -23,7 +23,7 @@ using cluster_row::kInputs;
 
 enum class Form : int32_t { kForward, kMixture, kReverse };
 
-constexpr int kSlopeTerms = 6, kExcessTerms = 8;
+constexpr int kSeriesTerms = 8;  // at |d| = 1 off by 7e-7 of the slope, 4e-7 of the loss
 constexpr double kLn2 = 0.693147180559945309417;
 constexpr double kLog2E = 1.44269504088896340736;
 // Stands for columns that are not there; no exponential is left of it, and differences of two of them are finite.
@@ -85,8 +85,8 @@ struct KernelParams {
   float top_unit;  // kMixture: unit (1 - beta), else 1
   float beta_log_beta, rest_log_rest;
   float odds;                  // kMixture: beta / (1 - beta)
-  float slope[kSlopeTerms];    // L = d * sum slope_k d^k
-  float excess[kExcessTerms];  // loss = q d^2 sum excess_k d^k, with q as it stands in Terms
+  float slope[kSeriesTerms];   // L = d * sum slope_k d^k
+  float excess[kSeriesTerms];  // loss = q d^2 sum excess_k d^k, with q as it stands in Terms
   int32_t row_count;
   int32_t columns;       // common ones
   int32_t zero_columns;  // up to here M has zeros
@@ -100,9 +100,8 @@ struct KernelParams {
 
 using sm90::Exp2;
 
-constexpr float kNearLimit = 0.5f;       // of |d|, for the series
-constexpr float kLossLimit = 1.0f;       // of |d|, for the loss's series, which has two terms more
-constexpr int kLossLanes = 4;            // of 32 whose columns are all within kLossLimit: the vector's loss takes the series
+constexpr float kNearLimit = 1.0f;       // of |d|, for the series
+constexpr int32_t kMixedLanes = 8;       // of 32 whose four columns are all near: columns are not taken as far ones
 constexpr float kLeastLog = -100.0f;     // log2 of the least q that a loss is taken of, as it stands in Terms
 constexpr float kLargestRatio = 126.0f;  // in log2
 constexpr float kSmallRatio = 0x1p-11f;  // the first term of the series is off by 2.4e-4 of it, the logarithm by 3.4e-4
@@ -162,11 +161,9 @@ __device__ __forceinline__ float Polynomial(const float (&c)[kTerms], float x) {
 // A thread's sums in phase 1. kMixture: q stands for unit (1 - beta) q and p for unit beta p. Sums of q L (kForward: of q - p), and
 // the sums beside them, leave out the column with q > 1/2.
 struct Terms {
-  // In units of ln2. kMixture: with q as it stands here, and of distant columns p log2(p / m) - q L.
+  // In units of ln2. kMixture: with q as it stands here, and of far columns p log2(p / m) - q L.
   float loss = 0.0f;
-  float mean = 0.0f;    // q L
-  float near_p = 0.0f;  // kMixture: of near and mixed columns, in q's units
-  float near_q = 0.0f;
+  float mean = 0.0f;     // q L
   float largest = 0.0f;  // of |q L| (kForward: |q - p|)
   float q_largest = 0.0f;
 };
@@ -178,9 +175,6 @@ struct RowOffsets {
   float difference, ratio;
 };
 
-// How a warp takes four columns of each of its lanes: all of them near, |d| < kNearLimit; many of them nearly so; or neither.
-enum class Nearness { kNear, kMixed, kFar };
-
 // The column that has more than half of q, in the one thread that has it.
 struct Top {
   int32_t index = -1;       // in the thread's registers; -1: not here
@@ -190,56 +184,57 @@ struct Top {
 
 template <Form kForm, bool kTransformed, bool kHalf>
 struct RowTerms {
+  static __device__ __forceinline__ float LogQ(const KernelParams& params, const RowOffsets& offsets, float student) {
+    return fmaf(student, params.log2_scales[0], offsets.student);
+  }
+
+  // d of a column that may be near; 0 of one that is not there.
+  static __device__ __forceinline__ float NearDifference(const KernelParams& params, const RowOffsets& offsets, float student,
+                                                         float teacher) {
+    const bool is_absent = LogQ(params, offsets, student) < kAbsent && (!kTransformed || IsRuledOut(teacher));
+    return is_absent ? 0.0f : Difference(params, offsets.difference, student, teacher);
+  }
+
+  // Whole warps: a bit for each lane whose four columns are all near.
+  static __device__ __forceinline__ uint32_t NearLanes(const KernelParams& params, const RowOffsets& offsets,
+                                                       const float (&student)[4], const float (&teacher)[4]) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fabsf(NearDifference(params, offsets, student[i], teacher[i])));
+    return __ballot_sync(0xffffffffu, largest < kNearLimit);
+  }
+
   // In phase 1 a student's logit becomes q dz/da (kForward: (q - p) dz/da), the teacher's L (kForward: q).
-  static __device__ __forceinline__ void Near(const KernelParams& params, float log_q, float d, float& student, float& teacher,
+  static __device__ __forceinline__ void Near(const KernelParams& params, const RowOffsets& offsets, float& student, float& teacher,
                                               Terms& terms) {
-    const float q = Exp2(log_q);
+    const float d = NearDifference(params, offsets, student, teacher), q = Exp2(LogQ(params, offsets, student));
     float slope = d * Polynomial(params.slope, d);
     terms.loss = fmaf(q * (d * d), Polynomial(params.excess, d), terms.loss);
     if constexpr (kForm == Form::kMixture) {
       slope -= params.log_rest;
-      terms.near_q += q;
-      terms.near_p = fmaf(q, Exp2(d), terms.near_p);
     }
     Keep(params, q, slope, kForm == Form::kForward ? -q * slope : q, student, teacher, terms);
   }
 
-  // A column of a vector in which many are nearly near. Its share of the loss is a separate term. A sum of far columns' terms is a
-  // difference of entropies, off by 1e-7 of those. For a student that has nearly become its teacher that is 1e-4 of the loss.
+  // A column in a row where many are near. Its share of the loss is a separate term. A sum of far columns' terms is a difference of
+  // entropies, off by 1e-7 of those. For a student that has nearly become its teacher that is 1e-4 of the loss.
   static __device__ __forceinline__ void Mixed(const KernelParams& params, const RowOffsets& offsets, float& student,
                                                float& teacher, Terms& terms) {
-    const float log_q = fmaf(student, params.log2_scales[0], offsets.student);
     if constexpr (kForm != Form::kMixture) {
-      Far<true>(params, offsets, log_q, student, teacher, terms);
+      Far<true>(params, offsets, student, teacher, terms);
     } else {
+      const float log_q = LogQ(params, offsets, student);
       // A q that vanishes is taken for the least one, and d for the value that gives p from that q.
       const float q = Exp2(fmaxf(log_q, kLeastLog));
       const float log_p = fmaf(teacher, params.log2_scales[1], offsets.teacher) + params.log_rest_unit;
       const float d = fminf(Difference(params, offsets.difference, student, teacher), log_p - kLeastLog);
-      const float ratio = Exp2(d), weighed = ratio * params.odds, slope = SlopeOf(weighed);
+      const float ratio = Exp2(d) * params.odds, slope = SlopeOf(ratio);
       const float log_m = slope + params.log_rest;  // log2(m / q)
-      const float far = fmaf(weighed, d - log_m, -log_m);
-      terms.loss = fmaf(q, fabsf(d) < kLossLimit ? d * d * Polynomial(params.excess, d) : far, terms.loss);
-      terms.near_q += q;
-      terms.near_p = fmaf(q, ratio, terms.near_p);
+      const float far = fmaf(ratio, d - log_m, -log_m);
+      terms.loss = fmaf(q, fabsf(d) < kNearLimit ? d * d * Polynomial(params.excess, d) : far, terms.loss);
       const float kept = log_q > kLeastLog ? q : 0.0f;
       Keep(params, kept, slope, kept, student, teacher, terms);
     }
-  }
-
-  // Whole warps: four columns of each lane, with log2 q and d of each. Columns that are not there have d = 0.
-  static __device__ __forceinline__ Nearness Look(const KernelParams& params, const RowOffsets& offsets, const float (&student)[4],
-                                                  const float (&teacher)[4], float (&log_q)[4], float (&d)[4]) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      log_q[i] = fmaf(student[i], params.log2_scales[0], offsets.student);
-      d[i] = Difference(params, offsets.difference, student[i], teacher[i]);
-      if (log_q[i] < kAbsent && (!kTransformed || IsRuledOut(teacher[i]))) d[i] = 0.0f;
-      largest = fmaxf(largest, fabsf(d[i]));
-    }
-    if (__all_sync(0xffffffffu, largest < kNearLimit)) return Nearness::kNear;
-    return __popc(__ballot_sync(0xffffffffu, largest < kLossLimit)) >= kLossLanes ? Nearness::kMixed : Nearness::kFar;
   }
 
   // L of a ratio beta p / ((1 - beta) q).
@@ -256,9 +251,9 @@ struct RowTerms {
 
   // `kSeriesLoss`: not for kMixture; the loss takes the series where |d| is within its limit.
   template <bool kSeriesLoss = false>
-  static __device__ __forceinline__ void Far(const KernelParams& params, const RowOffsets& offsets, float log_q, float& student,
-                                             float& teacher, Terms& terms) {
-    const float q = Exp2(log_q);
+  static __device__ __forceinline__ void Far(const KernelParams& params, const RowOffsets& offsets, float& student, float& teacher,
+                                             Terms& terms) {
+    const float q = Exp2(LogQ(params, offsets, student));
     if constexpr (kForm == Form::kMixture) {
       // Where p / q is not a number any more, q L is 0, as p log2(p / m) is.
       const float log_ratio = fminf(Difference(params, offsets.ratio, student, teacher), kLargestRatio);
@@ -286,7 +281,7 @@ struct RowTerms {
   template <bool kSeriesLoss>
   static __device__ __forceinline__ float Share(const KernelParams& params, float q, float d, float far) {
     if constexpr (kSeriesLoss) {
-      if (fabsf(d) < kLossLimit) return q * (d * d) * Polynomial(params.excess, d);
+      if (fabsf(d) < kNearLimit) return q * (d * d) * Polynomial(params.excess, d);
     }
     return far;
   }
@@ -314,14 +309,10 @@ struct RowTerms {
     return fmaf(-share, share, 1.0f);
   }
 
-  // In units of ln2. `distant`: there are such columns; q and p: the probabilities that `terms` has, distant and others, in true
-  // units.
-  static __device__ __forceinline__ float Loss(const KernelParams& params, const Terms& terms, bool distant, float q, float p) {
+  // In units of ln2. `far`: all columns of `terms` are far, and q and p are their probabilities in true units.
+  static __device__ __forceinline__ float Loss(const KernelParams& params, const Terms& terms, bool far, float q, float p) {
     if constexpr (kForm != Form::kMixture) return terms.loss;
-    if (!distant) return terms.loss * params.inverse_unit;
-    const float distant_q = fmaf(-params.inverse_rest_unit, terms.near_q, q);
-    const float distant_p = fmaf(-params.inverse_rest_unit, terms.near_p, p);
-    return fmaf(terms.loss, params.inverse_unit, -fmaf(params.beta_log_beta, distant_p, params.rest_log_rest * distant_q));
+    return fmaf(terms.loss, params.inverse_unit, far ? -fmaf(params.beta_log_beta, p, params.rest_log_rest * q) : 0.0f);
   }
 };
 

@@ -9,8 +9,7 @@ namespace {
 // function of a coin's cumulants. Then L = K / ln2, and a column's loss is q (beta x e^x - K (1 + y)), of order x^2. For beta = 1
 // it is q (e^x - 1 - x), with L = d. For beta = 0 it is q (x e^x + 1 - e^x), with p - q = q (e^x - 1) in L's place.
 void SetSeries(Form form, double beta, KernelParams* params) {
-  constexpr int kOrder = kExcessTerms + 2;
-  static_assert(kExcessTerms >= kSlopeTerms);
+  constexpr int kOrder = kSeriesTerms + 2;
   double y[kOrder] = {}, k[kOrder] = {}, loss[kOrder] = {}, factorial = 1;
   for (int n = 1; n < kOrder; ++n) {
     factorial *= n;
@@ -30,10 +29,10 @@ void SetSeries(Form form, double beta, KernelParams* params) {
     }
   }
   double power = 1, inverse_factorial = 1;  // ln2^{n - 1}, 1 / n!
-  for (int n = 1; n <= kExcessTerms; ++n, power *= kLn2) {
+  for (int n = 1; n <= kSeriesTerms; ++n, power *= kLn2) {
     inverse_factorial /= n;
     const double slope = form == Form::kForward ? kLn2 * inverse_factorial : form == Form::kReverse ? (n == 1 ? 1.0 : 0.0) : k[n];
-    if (n <= kSlopeTerms) params->slope[n - 1] = static_cast<float>(form == Form::kReverse ? slope : slope * power);
+    params->slope[n - 1] = static_cast<float>(form == Form::kReverse ? slope : slope * power);
     const double unit = form == Form::kMixture ? 1 - beta : 1;  // q stands for that times q
     params->excess[n - 1] = static_cast<float>(loss[n + 1] / unit * power * kLn2);
   }

@@ -21,12 +21,12 @@
 // In place, or apart. M of row n may be written over the student's products of row n when the second exchange has come. That comes
 // after every CTA has summed its slice of row n, so all of the row was in shared memory before.
 //
-// Digits. Columns that all have |d| < 1/2 (a nearly distilled student) take polynomials of d, where every term is of second order
-// by itself. Logits are subtracted from each other before the log-sum-exps are. Where an eighth of a vector's lanes have no |d| >=
-// 1 the loss takes the polynomial column by column, and M the logarithm. A column with q > 1/2 gets the remainder of the others.
-// There is at most one, and only in a thread whose exponentials are more than half of the row's. All sums that its entry needs
-// leave it out, so a confident student keeps its digits. L is kept relative to its least value log2(1 - beta), which cancels in the
-// matrix. Where the teacher has nothing it is then exactly 0, and a student that disagrees keeps its digits too.
+// Digits. Columns that all have |d| < 1 (a student near its teacher) take polynomials of d, where every term is of second order by
+// itself. Logits are subtracted from each other before the log-sum-exps are. A warp whose first vector has a quarter of its lanes
+// near takes each column's share of the loss apart. A column with q > 1/2 gets the remainder of the others. There is at most one,
+// and only in a thread whose exponentials are more than half of the row's. All sums that its entry needs leave it out, so a
+// confident student keeps its digits. L is kept relative to its least value log2(1 - beta), which cancels in the matrix. Where the
+// teacher has nothing it is then exactly 0, and a student that disagrees keeps its digits too.
 //
 // Not finite. The exponentials' sums come out as NaN, and so do the row's loss and M. No loop's length depends on values.
 //
@@ -76,7 +76,6 @@ using cluster_row::Ring;
 using cluster_row::StoreVector;
 using divergence_row::kNearLimit;
 using divergence_row::MakeLogits;
-using divergence_row::Nearness;
 using divergence_row::Pack;
 using divergence_row::Place;
 using divergence_row::RowOffsets;
@@ -278,7 +277,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
         float s_top = params.no_column[0], t_top = params.no_column[1], largest = -INFINITY;
         int32_t index_top = -1;
         for_each_logit([&](float s, float t, int index) {
-          const float log_q = fmaf(s, params.log2_scales[0], row_offsets.student);
+          const float log_q = Math::LogQ(params, row_offsets, s);
           if (!(log_q > largest)) return;
           largest = log_q;
           index_top = index;
@@ -291,7 +290,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
           const float d = Math::Difference(params, row_offsets.difference, s_top, t_top);
           Terms apart;
           if (fabsf(d) < kNearLimit) {
-            Math::Near(params, largest, d, s_top, t_top, apart);
+            Math::Near(params, row_offsets, s_top, t_top, apart);
           } else {
             Math::Mixed(params, row_offsets, s_top, t_top, apart);
           }
@@ -308,61 +307,46 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
           });
         }
       }
-      bool looks = true;  // a warp that has seen a far vector does not look any more
-      const auto far = [&](int vector) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float log_q = fmaf(student[vector][i], params.log2_scales[0], row_offsets.student);
-          Math::Far(params, row_offsets, log_q, student[vector][i], teacher[vector][i], terms);
-        }
-      };
-      const auto near_or_far = [&](int vector) {
-        if (looks) {
-          float log_q[4], d[4];
-          const Nearness nearness = Math::Look(params, row_offsets, student[vector], teacher[vector], log_q, d);
-          if (nearness != Nearness::kFar) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              if (nearness == Nearness::kNear) {
-                Math::Near(params, log_q[i], d[i], student[vector][i], teacher[vector][i], terms);
-              } else {
-                Math::Mixed(params, row_offsets, student[vector][i], teacher[vector][i], terms);
-              }
-            }
-            return;
-          }
-          looks = false;
-        }
-        far(vector);
-      };
+      // Until the sums are there, since registers are short in the following code.
+      const uint32_t stored = place.sums.Given(thread);
+      cluster_row::StoreVector(stored, make_float4(loss, q_rest, p_rest, top.slope));
+      bool is_far = false;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         if (part >= parts) continue;
-        int first = part * kSlotVectors;
+        const int first = part * kSlotVectors;
         if (part != 0) {
           const uint32_t address = slot_address(slot);
 #pragma unroll
           for (int i = 0; i < kSlotVectors; ++i) load_vector(first + i, address + i * kVectorBytes);
           release();
         }
-        if (part == 0) {
-          near_or_far(0);
-          first = 1;
-        }
-        if (!looks) {
+        const auto near_lanes = [&](int vector) { return Math::NearLanes(params, row_offsets, student[vector], teacher[vector]); };
+        const auto for_part = [&](const auto& function) {
 #pragma unroll
-          for (int vector = 0; vector < kSlotVectors; ++vector) {
-            if (part * kSlotVectors + vector >= first) far(part * kSlotVectors + vector);
+          for (int vector = first; vector < first + kSlotVectors; ++vector) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) function(student[vector][i], teacher[vector][i]);
           }
+        };
+        // Each of the three ways is straight code.
+        uint32_t near = is_far ? 0 : near_lanes(first);
+        if (part == 0) is_far = __popc(near) < divergence_row::kMixedLanes;
+        if (is_far) {
+          for_part([&](float& s, float& t) { Math::Far(params, row_offsets, s, t, terms); });
         } else {
 #pragma unroll
-          for (int vector = 0; vector < kSlotVectors; ++vector) {
-            if (part * kSlotVectors + vector >= first) near_or_far(part * kSlotVectors + vector);
+          for (int vector = first + 1; vector < first + kSlotVectors; ++vector) near &= near_lanes(vector);
+          if (near == ~0u) {
+            for_part([&](float& s, float& t) { Math::Near(params, row_offsets, s, t, terms); });
+          } else {
+            for_part([&](float& s, float& t) { Math::Mixed(params, row_offsets, s, t, terms); });
           }
         }
       }
-      const float own_sums[4] = {loss + Math::Loss(params, terms, !looks, q_rest, p_rest), terms.mean * params.inverse_rest_unit,
-                                 q_rest, kForm == Form::kForward ? 0.0f : top.slope};
+      const float4 before = LoadVector(stored);
+      const float own_sums[4] = {before.x + Math::Loss(params, terms, is_far, before.y, before.z),
+                                 terms.mean * params.inverse_rest_unit, before.y, kForm == Form::kForward ? 0.0f : before.w};
       place.sums.Give(thread, own_sums);
       if constexpr (kHalf) {  // in M's units
         const float own_extremes[2] = {terms.largest, terms.q_largest};

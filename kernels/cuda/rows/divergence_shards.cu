@@ -50,7 +50,6 @@ constexpr DivergenceForm kMathForm = kForm == Form::kForward   ? DivergenceForm:
 using divergence_row::FactorParts;
 using divergence_row::FitHalf;
 using divergence_row::MakeExact;
-using divergence_row::Nearness;
 using divergence_row::Pack;
 using divergence_row::PowerOfTwo;
 using divergence_row::RowOffsets;
@@ -235,22 +234,23 @@ template <Form kForm, bool kHalf>
 struct ThreadTerms {
   using Math = RowTerms<kForm, /*kTransformed=*/false, kHalf>;
   Terms terms;
-  float far_q = 0.0f, far_p = 0.0f;  // kMixture: of distant columns, others have terms.near_q; p in true units
+  float q = 0.0f;                    // kMixture: of columns that are not far
+  float far_q = 0.0f, far_p = 0.0f;  // kMixture: of far columns; p in true units
   bool looks = true;                 // a warp that has seen a far vector does not look any more
 
   __device__ __forceinline__ void Add(const KernelParams& params, const RowOffsets& offsets, float (&student)[4],
                                       float (&teacher)[4]) {
     if (looks) {
-      float log_q[4], d[4];
-      const Nearness nearness = Math::Look(params, offsets, student, teacher, log_q, d);
-      if (nearness != Nearness::kFar) {
+      const uint32_t near = Math::NearLanes(params, offsets, student, teacher);
+      if (__popc(near) >= divergence_row::kMixedLanes) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (nearness == Nearness::kNear) {
-            Math::Near(params, log_q[i], d[i], student[i], teacher[i], terms);
+          if (near == ~0u) {
+            Math::Near(params, offsets, student[i], teacher[i], terms);
           } else {
             Math::Mixed(params, offsets, student[i], teacher[i], terms);
           }
+          if constexpr (kForm == Form::kMixture) q += student[i];
         }
         return;
       }
@@ -258,9 +258,8 @@ struct ThreadTerms {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float log_q = fmaf(student[i], params.log2_scales[0], offsets.student);
       if constexpr (kForm == Form::kMixture) far_p += Exp2(fmaf(teacher[i], params.log2_scales[1], offsets.teacher));
-      Math::Far(params, offsets, log_q, student[i], teacher[i], terms);
+      Math::Far(params, offsets, student[i], teacher[i], terms);
       if constexpr (kForm == Form::kMixture) far_q += student[i];
     }
   }
@@ -322,7 +321,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const Terms& terms = mine.terms;
   float loss = terms.loss, mean = terms.mean;
   if constexpr (kForm == Form::kMixture) {
-    q = (terms.near_q + mine.far_q) * params.inverse_rest_unit;
+    q = (mine.q + mine.far_q) * params.inverse_rest_unit;
     mean = terms.mean * params.inverse_rest_unit;
     loss = terms.loss * params.inverse_unit -
            fmaf(params.beta_log_beta, mine.far_p, params.rest_log_rest * (mine.far_q * params.inverse_rest_unit));
