@@ -1,5 +1,5 @@
 // Dithering (kernels/core/loss/dither.h) of eight bf16 entries at once, in 20 instructions an entry and without a branch on any.
-// MayHaveEntries() takes 12 to tell the chunks of which nothing is left.
+// MayHaveEntries() takes 15 to find the chunks of which something may be left.
 //
 // A pair of columns shares a hash, 16 bits of which are an entry's draw. They leave one entry of 65536 undecided: all eight of its
 // chunk then go through DitherSurvives().
@@ -37,7 +37,7 @@ __device__ __forceinline__ void AddRatio(float ratio, ChunkSums* sums) {
   sums->norm = fmaf(ratio, ratio, sums->norm);
 }
 
-// Whether something may be left of eight entries, as DitherChunk() takes them. Adds to *sums what that does, but for `large`.
+// Whether something may be left of eight entries, as DitherChunk() takes them. Adds to *sums what that does, except `large`.
 __device__ __forceinline__ bool MayHaveEntries(const uint4& chunk, uint32_t column, DitherKey key, float inverse, ChunkSums* sums) {
   const uint32_t entries[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
   uint32_t signs = ~0u;  // the first bit: all are below their draws

@@ -215,7 +215,7 @@ class RowEntries {
 };
 
 // As DitherKernel, but that entries go to a list, or to the dense columns' matrix, which is 0. Rows without a resolution are listed
-// as they are. Of most chunks of eight columns nothing is left. A warp collects the others, and takes 32 at a time.
+// as they are. Most chunks of eight columns leave nothing. A warp collects the others, and takes 32 at a time.
 __global__ void __launch_bounds__(kThreads)
     ListKernel(const __nv_bfloat16* matrix, int64_t stride, int32_t columns, uint32_t vocab_start, const int32_t* targets,
                const DitherRow* rows, const DitherKey* keys, const __grid_constant__ EntryList list, DitherSums* sums) {
