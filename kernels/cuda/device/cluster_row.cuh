@@ -136,9 +136,9 @@ __device__ __forceinline__ void MergeTogether(Merges&... merges) {
 // A service warp takes its CTA's values and sends them to the cluster's CTAs by asynchronous stores that count on a barrier there.
 // Then it merges what arrives. The result travels back in a Message.
 //
-// One buffer is enough for the threads' values: they give again only after the message that follows from it. Between CTAs two
-// buffers are enough. A service warp sends number k + 2 only when it has collected k + 1. By then every CTA has sent k + 1, and has
-// loaded k before that.
+// One buffer is enough for the threads' values: they give again only after the message that follows from it. Until they do, a
+// thread may keep other values there. Between CTAs two buffers are enough. A service warp sends number k + 2 only when it has
+// collected k + 1. By then every CTA has sent k + 1, and has loaded k before that.
 
 // Exchanges kCount values (2 or 4) a thread, at `base` in shared memory (kBytes, at a multiple of 16).
 template <int kCount>

@@ -101,7 +101,7 @@ struct KernelParams {
 using sm90::Exp2;
 
 constexpr float kNearLimit = 1.0f;       // of |d|, for the series
-constexpr int32_t kMixedLanes = 8;       // of 32; if so many have four near columns, none is taken as a far one
+constexpr int32_t kMixedLanes = 8;       // of 32; four columns of each lane of which fewer are near are far
 constexpr float kLeastLog = -100.0f;     // log2 of the least q that a loss is taken of, as it stands in Terms
 constexpr float kLargestRatio = 126.0f;  // in log2
 constexpr float kSmallRatio = 0x1p-11f;  // the first term of the series is off by 2.4e-4 of it, the logarithm by 3.4e-4

@@ -1,6 +1,7 @@
 // Mapping   one block a row; a thread takes 16 bytes of M at a time.
-// Traffic   M is read and written once: N4096 V128256 in 16 bits 2.1 GB. A divergence's is read before, for its resolutions.
-// Work      about 20 instructions an element in bf16 (device/dither_chunk.cuh).
+// Traffic   M is read and written once: N4096 V128256 in 16 bits 2.1 GB. A list leaves it unwritten. A divergence's is read before,
+//           for its resolutions.
+// Work      about 20 instructions an element in bf16; for a list 15, and 20 where something may be left (device/dither_chunk.cuh).
 // Numerics  a thread counts in int32 and sums in fp32; over threads both are fp64.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -309,7 +309,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
       }
       // Until the sums are there, since registers are short in the following code.
       const uint32_t stored = place.sums.Given(thread);
-      cluster_row::StoreVector(stored, make_float4(loss, q_rest, p_rest, top.slope));
+      StoreVector(stored, make_float4(loss, q_rest, p_rest, top.slope));
       bool is_far = false;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {

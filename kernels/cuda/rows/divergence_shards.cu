@@ -4,8 +4,8 @@
 //           computes. Loops are the same for all threads of a block: columns behind the last, and the top column where it is dealt
 //           with apart, stand as columns of which no exponential is left.
 // Traffic   both sides' products once in each pass; the gradient's pass writes 2 bytes a column.
-// As in divergence_rows.cu: four columns of each lane that are all near take series. A warp that has seen two that were not does
-//           not look any more. Sums and gradient see the same columns in the same order, so they decide alike.
+// Digits    As in divergence_rows.cu, but that a warp decides for each four columns of its lanes. After the first that are far it
+//           does not look any more. Sums and gradient see the same columns in the same order, so they decide alike.
 // Top       The column with more than half of q is known before the sums: nobody has to look for it, and its own share of the loss
 //           is taken once, in fp64. Sums leave it out, so a confident student keeps its digits.
 // Numerics  fp32 over a thread's columns and over the block, in a fixed order; fp64 over the ranks, in their order.
