@@ -72,8 +72,7 @@ __device__ __forceinline__ uint4 DitherOneByOne(uint4 entries, uint32_t column, 
 }
 
 // Entries of columns `column` to column + 7 of the vocabulary, of which the first is even. `unit`, the row's resolution, is a bf16
-// number, `inverse` its reciprocal. Signs stay, of zeros too; NaNs stay. Adds to *sums. kSigned: an entry may be below 0.
-template <bool kSigned>
+// number, `inverse` its reciprocal. Signs stay, of zeros too; NaNs stay. Adds to *sums.
 __device__ __forceinline__ uint4 DitherChunk(uint4 chunk, uint32_t column, DitherKey key, float unit, float inverse,
                                              ChunkSums* sums) {
   const uint32_t entries[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
@@ -83,7 +82,7 @@ __device__ __forceinline__ uint4 DitherChunk(uint4 chunk, uint32_t column, Dithe
 #pragma unroll
   for (uint32_t pair = 0; pair < 4; ++pair) {
     const uint32_t draws = DitherBits(key, column / 2 + pair);
-    const uint32_t sizes = kSigned ? entries[pair] & 0x7fff7fffu : entries[pair];
+    const uint32_t sizes = entries[pair] & 0x7fff7fffu;
     float survives[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -97,8 +96,7 @@ __device__ __forceinline__ uint4 DitherChunk(uint4 chunk, uint32_t column, Dithe
     sums->large = __hadd2(sums->large, __hge2(size, units));
     const __nv_bfloat162 survive = __floats2bfloat162_rn(survives[0], survives[1]);
     const __nv_bfloat162 kept = __hmul2(survive, __hmax2_nan(size, units));
-    dithered[pair] = reinterpret_cast<const uint32_t&>(kept);
-    if constexpr (kSigned) dithered[pair] |= entries[pair] & 0x80008000u;
+    dithered[pair] = reinterpret_cast<const uint32_t&>(kept) | (entries[pair] & 0x80008000u);
   }
   if (!(fabsf(product) > 0.0f)) return DitherOneByOne(chunk, column, key, unit, inverse);
   return {dithered[0], dithered[1], dithered[2], dithered[3]};

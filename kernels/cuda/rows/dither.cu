@@ -89,7 +89,7 @@ __device__ __forceinline__ Vector<T> Dithered(Vector<T> vector, uint32_t column,
                                               EntrySums* sums) {
   if (std::is_same_v<T, __nv_bfloat16> && column % 2 == 0) {
     ChunkSums of_chunk{{}, sums->error, sums->norm};
-    const uint4 dithered = DitherChunk<true>(reinterpret_cast<const uint4&>(vector), column, key, unit, inverse_unit, &of_chunk);
+    const uint4 dithered = DitherChunk(reinterpret_cast<const uint4&>(vector), column, key, unit, inverse_unit, &of_chunk);
     sums->large += LargeOf(of_chunk);
     sums->error = of_chunk.error;
     sums->norm = of_chunk.norm;
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kThreads)
     uint4 words = load(chunk);
     if (dithers) {
       ChunkSums of_chunk{};
-      words = DitherChunk<true>(words, vocab_start + static_cast<uint32_t>(chunk * kEight), key, unit, inverse_unit, &of_chunk);
+      words = DitherChunk(words, vocab_start + static_cast<uint32_t>(chunk * kEight), key, unit, inverse_unit, &of_chunk);
       own.large += LargeOf(of_chunk);
     }
     const uint32_t place = dense.count > 0 ? __ldg(dense.places + chunk) : 0;
