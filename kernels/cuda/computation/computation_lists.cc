@@ -122,11 +122,10 @@ Workspace Computation::MatrixSpace(const Work& work) const {
 absl::Status Computation::ListEntries(const Work& work, const Slice& slice, const EntryList& list) {
   const TermBuffers& own = work.own;
   HEADWATER_RETURN_IF_ERROR(Check(LaunchClearEntries(list, stream_), "clearing a list"));
-  return Check(
-      LaunchListDithered(MatrixOf(work, slice, 0), work.term->head->shard_weights(0).vocab_start,
-                         work.term->plan->jsd != nullptr ? nullptr : own.targets + slice.first, own.dither_rows + slice.first,
-                         own.dither_keys + slice.first, list, own.dither_sums + slice.first, stream_),
-      "listing entries");
+  return Check(LaunchListDithered(MatrixOf(work, slice, 0), work.term->plan->jsd != nullptr ? nullptr : own.targets + slice.first,
+                                  own.dither_rows + slice.first, own.dither_keys + slice.first, list, own.dither_sums + slice.first,
+                                  stream_),
+               "listing entries");
 }
 
 absl::Status Computation::SettleList(Work* work, const Slice& slice) {

@@ -15,10 +15,10 @@
 namespace headwater::cuda {
 
 // A thread's sums over its entries.
-struct ChunkSums {
-  __nv_bfloat162 large;  // how many were not below the resolution: exact up to 256 in each half
-  float error;           // sum of r (1 - r) of those below, r = |entry| / resolution
-  float norm;            // sum of r^2 of all
+struct EntrySums {
+  int32_t large = 0;   // how many are not below the resolution
+  float error = 0.0f;  // sum of r (1 - r) of those below, r = |entry| / resolution
+  float norm = 0.0f;   // sum of r^2 of all
 };
 
 // One of a pair's two entries.
@@ -32,13 +32,13 @@ __device__ __forceinline__ float AboveDraw(float ratio, uint32_t draws, int half
   return __fmaf_rd(ratio, 65536.0f, 0x1p23f) - __uint_as_float(__byte_perm(draws, 0x4B000000u, half == 0 ? 0x7410 : 0x7432));
 }
 
-__device__ __forceinline__ void AddRatio(float ratio, ChunkSums* sums) {
+__device__ __forceinline__ void AddRatio(float ratio, EntrySums* sums) {
   sums->error += __saturatef(fmaf(-ratio, ratio, ratio));  // 0 from the resolution on
   sums->norm = fmaf(ratio, ratio, sums->norm);
 }
 
 // Whether something may be left of eight entries, as DitherChunk() takes them. Adds to *sums what that does, except `large`.
-__device__ __forceinline__ bool MayHaveEntries(const uint4& chunk, uint32_t column, DitherKey key, float inverse, ChunkSums* sums) {
+__device__ __forceinline__ bool MayHaveEntries(const uint4& chunk, uint32_t column, DitherKey key, float inverse, EntrySums* sums) {
   const uint32_t entries[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
   uint32_t signs = ~0u;  // the first bit: all are below their draws
 #pragma unroll
@@ -74,10 +74,11 @@ __device__ __forceinline__ uint4 DitherOneByOne(uint4 entries, uint32_t column, 
 // Entries of columns `column` to column + 7 of the vocabulary, of which the first is even. `unit`, the row's resolution, is a bf16
 // number, `inverse` its reciprocal. Signs stay, of zeros too; NaNs stay. Adds to *sums.
 __device__ __forceinline__ uint4 DitherChunk(uint4 chunk, uint32_t column, DitherKey key, float unit, float inverse,
-                                             ChunkSums* sums) {
+                                             EntrySums* sums) {
   const uint32_t entries[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
   const __nv_bfloat162 units = __float2bfloat162_rn(unit);
   uint32_t dithered[4];
+  __nv_bfloat162 large{};
   float product = 1.0f;  // 0, or not a number: a draw is not enough
 #pragma unroll
   for (uint32_t pair = 0; pair < 4; ++pair) {
@@ -93,11 +94,12 @@ __device__ __forceinline__ uint4 DitherChunk(uint4 chunk, uint32_t column, Dithe
       AddRatio(ratio, sums);
     }
     const auto size = reinterpret_cast<const __nv_bfloat162&>(sizes);
-    sums->large = __hadd2(sums->large, __hge2(size, units));
+    large = __hadd2(large, __hge2(size, units));
     const __nv_bfloat162 survive = __floats2bfloat162_rn(survives[0], survives[1]);
     const __nv_bfloat162 kept = __hmul2(survive, __hmax2_nan(size, units));
     dithered[pair] = reinterpret_cast<const uint32_t&>(kept) | (entries[pair] & 0x80008000u);
   }
+  sums->large += static_cast<int32_t>(__low2float(large) + __high2float(large));
   if (!(fabsf(product) > 0.0f)) return DitherOneByOne(chunk, column, key, unit, inverse);
   return {dithered[0], dithered[1], dithered[2], dithered[3]};
 }

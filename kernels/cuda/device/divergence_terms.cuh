@@ -187,6 +187,9 @@ struct RowTerms {
   static __device__ __forceinline__ float LogQ(const KernelParams& params, const RowOffsets& offsets, float student) {
     return fmaf(student, params.log2_scales[0], offsets.student);
   }
+  static __device__ __forceinline__ float LogP(const KernelParams& params, const RowOffsets& offsets, float teacher) {
+    return fmaf(teacher, params.log2_scales[1], offsets.teacher);
+  }
 
   // d of a column that may be near; 0 of one that is not there.
   static __device__ __forceinline__ float NearDifference(const KernelParams& params, const RowOffsets& offsets, float student,
@@ -226,7 +229,7 @@ struct RowTerms {
       const float log_q = LogQ(params, offsets, student);
       // A q that vanishes is taken for the least one, and d for the value that gives p from that q.
       const float q = Exp2(fmaxf(log_q, kLeastLog));
-      const float log_p = fmaf(teacher, params.log2_scales[1], offsets.teacher) + params.log_rest_unit;
+      const float log_p = LogP(params, offsets, teacher) + params.log_rest_unit;
       const float d = fminf(Difference(params, offsets.difference, student, teacher), log_p - kLeastLog);
       const float ratio = Exp2(d) * params.odds, slope = SlopeOf(ratio);
       const float log_m = slope + params.log_rest;  // log2(m / q)
@@ -262,7 +265,7 @@ struct RowTerms {
       terms.loss = fmaf(q, fmaf(ratio, log_ratio - slope, -slope), terms.loss);
       Keep(params, q, slope, q, student, teacher, terms);
     } else {
-      const float p = Exp2(fmaf(teacher, params.log2_scales[1], offsets.teacher));
+      const float p = Exp2(LogP(params, offsets, teacher));
       float d = Difference(params, offsets.difference, student, teacher);
       // One side is infinitely far from another that rules the class out.
       if constexpr (kForm == Form::kForward) {

@@ -72,27 +72,12 @@ __device__ DitherRow MakeRow(const DivergenceResolution& of, int64_t row, Elemen
   return out;
 }
 
-// A thread's sums over a row.
-struct EntrySums {
-  int32_t large = 0;  // entries that are not below the resolution
-  float error = 0.0f;
-  float norm = 0.0f;
-};
-
-__device__ __forceinline__ int32_t LargeOf(const ChunkSums& sums) {
-  return static_cast<int32_t>(__low2float(sums.large) + __high2float(sums.large));
-}
-
 // Entries of columns `column` to column + kVector<T> of the vocabulary.
 template <typename T>
 __device__ __forceinline__ Vector<T> Dithered(Vector<T> vector, uint32_t column, DitherKey key, float unit, float inverse_unit,
                                               EntrySums* sums) {
   if (std::is_same_v<T, __nv_bfloat16> && column % 2 == 0) {
-    ChunkSums of_chunk{{}, sums->error, sums->norm};
-    const uint4 dithered = DitherChunk(reinterpret_cast<const uint4&>(vector), column, key, unit, inverse_unit, &of_chunk);
-    sums->large += LargeOf(of_chunk);
-    sums->error = of_chunk.error;
-    sums->norm = of_chunk.norm;
+    const uint4 dithered = DitherChunk(reinterpret_cast<const uint4&>(vector), column, key, unit, inverse_unit, sums);
     return reinterpret_cast<const Vector<T>&>(dithered);
   }
 #pragma unroll
@@ -218,8 +203,8 @@ class RowEntries {
 // As DitherKernel, but that entries go to a list, or to the dense columns' matrix, which is 0. Rows without a resolution are listed
 // as they are. Most chunks of eight columns leave nothing. A warp collects the others, and takes 32 at a time.
 __global__ void __launch_bounds__(kThreads)
-    ListKernel(const __nv_bfloat16* matrix, int64_t stride, int32_t columns, uint32_t vocab_start, const int32_t* targets,
-               const DitherRow* rows, const DitherKey* keys, const __grid_constant__ EntryList list, DitherSums* sums) {
+    ListKernel(const __nv_bfloat16* matrix, int64_t stride, int32_t columns, const int32_t* targets, const DitherRow* rows,
+               const DitherKey* keys, const __grid_constant__ EntryList list, DitherSums* sums) {
   constexpr int32_t kEight = kVector<__nv_bfloat16>, kLanes = 32, kTogether = 4;
   __shared__ RowEntries::Shared shared;
   __shared__ int32_t collected[kThreads / kLanes][(kTogether + 1) * kLanes];
@@ -232,12 +217,11 @@ __global__ void __launch_bounds__(kThreads)
   uint16_t* const dense_row = dense.matrix + row * dense.count;
   RowEntries entries(list.pool, &shared);
   EntrySums own;
-  ChunkSums chunk_sums{};
   const auto* const chunks = reinterpret_cast<const uint4*>(matrix + row * stride);
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanes, lane = static_cast<int32_t>(threadIdx.x) % kLanes;
   const auto may_have = [&](const uint4& words, int32_t chunk) {
     if (!dithers) return ((words.x | words.y | words.z | words.w) & 0x7fff7fffu) != 0;
-    return MayHaveEntries(words, vocab_start + static_cast<uint32_t>(chunk * kEight), key, inverse_unit, &chunk_sums);
+    return MayHaveEntries(words, static_cast<uint32_t>(chunk * kEight), key, inverse_unit, &own);
   };
   // With zeros behind the last column.
   const auto load = [&](int32_t chunk) {
@@ -247,9 +231,9 @@ __global__ void __launch_bounds__(kThreads)
   const auto take = [&](int32_t chunk) {
     uint4 words = load(chunk);
     if (dithers) {
-      ChunkSums of_chunk{};
-      words = DitherChunk(words, vocab_start + static_cast<uint32_t>(chunk * kEight), key, unit, inverse_unit, &of_chunk);
-      own.large += LargeOf(of_chunk);
+      EntrySums of_chunk;  // of which `own` has the others
+      words = DitherChunk(words, static_cast<uint32_t>(chunk * kEight), key, unit, inverse_unit, &of_chunk);
+      own.large += of_chunk.large;
     }
     const uint32_t place = dense.count > 0 ? __ldg(dense.places + chunk) : 0;
     const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
@@ -294,9 +278,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lane < count) take(collected[warp][lane]);
   entries.Flush();
   if (dithers) {
-    own.error = chunk_sums.error;
-    own.norm = chunk_sums.norm;
-    StoreSums(own, columns, vocab_start, targets == nullptr ? nullptr : targets + row, /*add=*/false, sums + row);
+    StoreSums(own, columns, /*vocab_start=*/0, targets == nullptr ? nullptr : targets + row, /*add=*/false, sums + row);
   } else if (threadIdx.x == 0) {
     sums[row] = DitherSums();
   }
@@ -362,16 +344,16 @@ cudaError_t LaunchDither(const MutableMatrix& matrix, int64_t vocab_start, const
   });
 }
 
-cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
-                               const DitherKey* keys, const EntryList& list, DitherSums* sums, cudaStream_t stream) {
-  if (matrix.element != Element::kBFloat16 || vocab_start % 2 != 0) return cudaErrorInvalidValue;
+cudaError_t LaunchListDithered(const ConstMatrix& matrix, const int32_t* targets, const DitherRow* rows, const DitherKey* keys,
+                               const EntryList& list, DitherSums* sums, cudaStream_t stream) {
+  if (matrix.element != Element::kBFloat16) return cudaErrorInvalidValue;
   if (list.dense.count > 0) {
     const auto bytes = static_cast<size_t>(matrix.rows * list.dense.count) * sizeof(*list.dense.matrix);
     if (const cudaError_t error = cudaMemsetAsync(list.dense.matrix, 0, bytes, stream); error != cudaSuccess) return error;
   }
-  ListKernel<<<static_cast<unsigned>(matrix.rows), kThreads, 0, stream>>>(
-      static_cast<const __nv_bfloat16*>(matrix.data), matrix.stride, static_cast<int32_t>(matrix.columns),
-      static_cast<uint32_t>(vocab_start), targets, rows, keys, list, sums);
+  ListKernel<<<static_cast<unsigned>(matrix.rows), kThreads, 0, stream>>>(static_cast<const __nv_bfloat16*>(matrix.data),
+                                                                          matrix.stride, static_cast<int32_t>(matrix.columns),
+                                                                          targets, rows, keys, list, sums);
   return cudaGetLastError();
 }
 

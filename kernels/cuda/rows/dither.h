@@ -40,10 +40,10 @@ cudaError_t LaunchDivergenceResolutions(const ConstMatrix& shard, const Divergen
                                         DitherRow* rows, cudaStream_t stream);
 
 // Appends to the list's pool the entries that LaunchDither() would leave and that are not 0. The dense columns go to the list's
-// matrix of them, which is cleared before. M is left alone. It is bf16, of a head's only shard; vocab_start is even. Sums, of all
+// matrix of them, which is cleared before. M is left alone. It is bf16, and of a whole vocabulary. Sums, of all
 // columns, have the same bits.
-cudaError_t LaunchListDithered(const ConstMatrix& matrix, int64_t vocab_start, const int32_t* targets, const DitherRow* rows,
-                               const DitherKey* keys, const EntryList& list, DitherSums* sums, cudaStream_t stream);
+cudaError_t LaunchListDithered(const ConstMatrix& matrix, const int32_t* targets, const DitherRow* rows, const DitherKey* keys,
+                               const EntryList& list, DitherSums* sums, cudaStream_t stream);
 
 // *total = the rows' sums in units of G, the targets' entries included, in a fixed order.
 cudaError_t LaunchSumDither(const DitherSums* sums, const DitherRow* rows, int64_t row_count, DitherSums* total,

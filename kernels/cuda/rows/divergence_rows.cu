@@ -303,7 +303,7 @@ __device__ __forceinline__ void ComputeRows(const KernelParams& params, const Pl
               t = params.no_column[1];
             }
             q_rest += Exp2(fmaf(s, params.log2_scales[0], row_offsets.student - params.log_rest_unit));
-            p_rest += Exp2(fmaf(t, params.log2_scales[1], row_offsets.teacher));
+            p_rest += Exp2(Math::LogP(params, row_offsets, t));
           });
         }
       }

@@ -258,7 +258,7 @@ struct ThreadTerms {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (kForm == Form::kMixture) far_p += Exp2(fmaf(teacher[i], params.log2_scales[1], offsets.teacher));
+      if constexpr (kForm == Form::kMixture) far_p += Exp2(Math::LogP(params, offsets, teacher[i]));
       Math::Far(params, offsets, student[i], teacher[i], terms);
       if constexpr (kForm == Form::kMixture) far_q += student[i];
     }
